@@ -1,0 +1,68 @@
+"""Axis sizes read from a model configuration by small expressions.
+
+An expression is a product or quotient of names and numbers, for example ``head_dim``,
+``hidden_size / num_attention_heads`` or ``qk * rope_parameters.partial_rotary_factor``. A name is
+an axis that is known already or a dotted path into the configuration. The first expression of a
+list whose names all exist and are not null gives the size.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+_TERM = re.compile(r"\s*([*/]?)\s*([A-Za-z_][A-Za-z0-9_.]*|\d+)\s*")
+
+
+class LayoutError(ValueError):
+    """A configuration from which the layout of a layer cannot be read."""
+
+
+def lookup(config: object, path: str) -> Any:
+    """Follow a dotted path through attributes and mappings; None where it ends early."""
+    value: Any = config
+    for part in path.split("."):
+        value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
+        if value is None:
+            return None
+    return value
+
+
+def evaluate(expression: str, config: object, known: Mapping[str, int]) -> int | None:
+    """Evaluate one expression; None if a name in it is missing or null.
+
+    Raises
+    ------
+    LayoutError
+        If a division leaves a remainder or a value is not a positive number.
+    """
+    if "".join(m.group(0) for m in _TERM.finditer(expression)) != expression:
+        raise LayoutError(f"cannot read size expression {expression!r}")
+    result: float = 1
+    for operator, name in _TERM.findall(expression):
+        value = int(name) if name.isdigit() else known.get(name, lookup(config, name))
+        if value is None:
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+            raise LayoutError(f"{name} = {value!r} in the configuration is not a positive number")
+        if operator == "/" and isinstance(result, int) and isinstance(value, int):
+            if result % value:
+                raise LayoutError(f"{expression}: {result} is not a multiple of {value}")
+            result //= value
+        else:
+            result = result / value if operator == "/" else result * value
+    return int(result)
+
+
+def first(expressions: Sequence[str], config: object, known: Mapping[str, int], axis: str) -> int:
+    """Evaluate the first expression whose names all exist.
+
+    Raises
+    ------
+    LayoutError
+        If there is none.
+    """
+    for expression in expressions:
+        value = evaluate(expression, config, known)
+        if value is not None:
+            return value
+    raise LayoutError(f"size of axis {axis!r}: the configuration has none of {list(expressions)}")

@@ -1,0 +1,171 @@
+"""The ``align_*`` parameters: strict reading of the YAML, and their values while planning.
+
+They live under ``parameters:`` beside those of the merge method, with mergekit's filters and
+gradients, but never enter a method's own parameters.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader
+from mergekit.merge_methods.base import ParameterScope, ParameterSpec
+from mergekit.parameter_resolver import resolve_parameter
+from pydantic import StrictBool
+
+from mergekit_rotation.graph.errors import RotationError
+
+SWITCHES = ("align_query_key", "align_value_output", "align_heads", "align_neurons")
+CHOICES: dict[str, tuple[str, ...]] = {"align_unsupported": ("error", "skip")}
+REFERENCE = "align_reference"
+RESERVED = (
+    "align_experts",
+    "align_residual",
+    "align_residual_rounds",
+    "align_scale",
+    "align_as",
+    "align_task_base",
+    "align_save",
+    "align_load",
+    "align_report",
+)
+KNOWN = (*SWITCHES, *CHOICES, REFERENCE)
+
+_SPECS = {
+    **{name: ParameterSpec(name, StrictBool, ParameterScope.INPUT, True) for name in SWITCHES},
+    **{
+        name: ParameterSpec(name, str, ParameterScope.INPUT, values[0])
+        for name, values in CHOICES.items()
+    },
+    REFERENCE: ParameterSpec(REFERENCE, str | None, ParameterScope.SHARED, None),
+}
+
+
+def check_mapping(config: Mapping[str, Any]) -> None:
+    """Check every ``align_*`` key of a raw configuration before mergekit parses it.
+
+    Raises
+    ------
+    RotationError
+        For a misspelt, misplaced or reserved key or a value of the wrong type, with the nearest
+        name and place.
+    """
+    for place, mapping, is_parameters in _walk(config, ""):
+        for key in mapping:
+            name = _meant(key)
+            if name is None:
+                continue
+            where = f"{place}{key}" if place else str(key)
+            if name != key:
+                raise RotationError(f"unknown parameter {where}; did you mean {name!r}?")
+            if name in RESERVED:
+                raise RotationError(
+                    f"{where}: {name} is reserved for a later version of mergekit-rotation and "
+                    "does nothing yet; remove it"
+                )
+            if not is_parameters:
+                raise RotationError(
+                    f"{where} stands where mergekit drops it; write it under "
+                    f"{place}parameters: instead"
+                )
+            _check_value(where, name, mapping[key])
+
+
+def _walk(node: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
+    """Yield (place, mapping, whether it is a ``parameters:`` mapping) for the whole tree."""
+    if isinstance(node, Mapping):
+        yield place, node, place.endswith("parameters.")
+        for key, value in node.items():
+            if not place.endswith("parameters."):
+                yield from _walk(value, f"{place}{key}.")
+    elif isinstance(node, list):
+        for position, value in enumerate(node):
+            yield from _walk(value, f"{place.removesuffix('.')}[{position}].")
+
+
+def _meant(key: Any) -> str | None:
+    """Return the parameter of ours that a key is, or is a misspelling of."""
+    if not isinstance(key, str):
+        return None
+    every = (*KNOWN, *RESERVED)
+    if key in every:
+        return key
+    near = get_close_matches(key, every, n=1, cutoff=0.0 if key.startswith("align") else 0.8)
+    return near[0] if near else None
+
+
+def _check_value(where: str, name: str, value: Any) -> None:
+    if name == REFERENCE:
+        if not isinstance(value, str) or not value:
+            raise RotationError(f"{where}: write the path of one model, not {value!r}")
+        if ".parameters." in "." + where and not _is_shared(where):
+            raise RotationError(
+                f"{where}: the reference belongs to the whole merge or to a slice; write it "
+                "under the top-level parameters:"
+            )
+        return
+    for scalar in _scalars(where, value):
+        if name in CHOICES and scalar not in CHOICES[name]:
+            options = " or ".join(CHOICES[name])
+            raise RotationError(f"{where}: write {options}, not {scalar!r}")
+        if name in SWITCHES and not isinstance(scalar, bool):
+            raise RotationError(f"{where}: write true or false, not {scalar!r}")
+
+
+def _is_shared(where: str) -> bool:
+    owner = where.rsplit("parameters.", 1)[0]
+    return "sources[" not in owner and "models[" not in owner
+
+
+def _scalars(where: str, value: Any) -> Iterator[Any]:
+    """Yield the scalars of a setting with filters and gradients."""
+    if isinstance(value, list):
+        if not value:
+            raise RotationError(f"{where}: the list is empty")
+        for item in value:
+            yield from _scalars(where, item)
+    elif isinstance(value, Mapping):
+        if set(value) - {"value", "filter"} or "value" not in value:
+            raise RotationError(f"{where}: a condition has the keys filter and value")
+        yield from _scalars(where, value["value"])
+    else:
+        yield value
+
+
+def resolve_switch(
+    name: str, reader: ConfigReader, model: ModelReference, tensors: Iterable[str]
+) -> bool:
+    """Return one boolean parameter for all tensors of a symmetry.
+
+    Raises
+    ------
+    RotationError
+        If a filter gives different answers for tensors that only move together.
+    """
+    sources = tuple(reader.parameter_sources(model))
+    answers = {
+        tensor: resolve_parameter(_SPECS[name], sources, tensor_name=tensor, t=reader.t, model=model)
+        for tensor in tensors
+    }
+    if len(set(answers.values())) > 1:
+        on = next(tensor for tensor, answer in answers.items() if answer)
+        off = next(tensor for tensor, answer in answers.items() if not answer)
+        raise RotationError(
+            f"{name}: the filter is true for {on} and false for {off} of {model}, which only "
+            "move together; choose a filter that covers both"
+        )
+    return all(answers.values())
+
+
+def resolve_choice(name: str, reader: ConfigReader, model: ModelReference, tensor: str) -> str:
+    """Return one parameter of fixed choices for a model and layer."""
+    sources = tuple(reader.parameter_sources(model))
+    value = resolve_parameter(_SPECS[name], sources, tensor_name=tensor, t=reader.t, model=model)
+    return str(value)
+
+
+def explicit_reference(settings: Sequence[Mapping[str, Any] | None]) -> ModelReference | None:
+    """Return ``align_reference`` from the innermost ``parameters:`` that has it."""
+    value = resolve_parameter(_SPECS[REFERENCE], settings, tensor_name="")
+    return ModelReference.parse(value) if value else None

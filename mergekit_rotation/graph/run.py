@@ -1,0 +1,143 @@
+"""The merge in progress: what was aligned, and which files the output folder may hold.
+
+There is at most one merge at a time in a process; worker threads of a multi-GPU run report to
+the same `Run`.
+"""
+
+import glob
+import os
+import threading
+from collections import Counter
+from dataclasses import dataclass, field
+
+from mergekit_rotation.graph.errors import RotationError
+
+_WEIGHTS = (
+    "model*.safetensors",
+    "model*.safetensors.index.json",
+    "pytorch_model*.bin",
+    "pytorch_model*.bin.index.json",
+)
+
+
+@dataclass(frozen=True)
+class Record:
+    """What one solve did to the tensors of one block.
+
+    Attributes
+    ----------
+    model, reference : str
+    block : str
+        ``attention`` or ``neurons``.
+    layer : str
+        Label of the layer in the reference.
+    moved : tuple of str
+        Axes that were permuted, rotated or signed; empty if the block stayed as it was.
+    before, after, scale : float
+        Squared Frobenius norms of reference minus other, before and after, and of the reference.
+    seconds : float
+    """
+
+    model: str
+    reference: str
+    block: str
+    layer: str
+    moved: tuple[str, ...]
+    before: float
+    after: float
+    scale: float
+    seconds: float
+
+
+@dataclass
+class Run:
+    """State of one ``rotation_*`` merge."""
+
+    out_path: str | None = None
+    records: list[Record] = field(default_factory=list)
+    _begun: bool = False
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    def record(self, entry: Record) -> None:
+        """Add what a solve did; called from any thread."""
+        with self._lock:
+            self.records.append(entry)
+
+    def begin_output(self, out_path: str, inputs: list[str]) -> None:
+        """Make sure that no older model stays beside the weights that are about to be written.
+
+        Raises
+        ------
+        RotationError
+            If the output folder is one of the inputs.
+        """
+        for path in inputs:
+            if os.path.exists(out_path) and os.path.exists(path):
+                if os.path.samefile(out_path, path):
+                    raise RotationError(f"{out_path} is one of the inputs; write to another folder")
+        self.out_path = out_path
+        self._begun = True
+        self._remove("config.json", *_WEIGHTS)
+
+    def discard_output(self) -> None:
+        """After a failure, leave nothing that looks like a model.
+
+        A merge whose config was written already is complete and stays.
+        """
+        if self._begun and self.out_path is not None:
+            if not os.path.exists(os.path.join(self.out_path, "config.json")):
+                self._remove(*_WEIGHTS)
+
+    def _remove(self, *patterns: str) -> None:
+        assert self.out_path is not None
+        for pattern in patterns:
+            for path in glob.glob(os.path.join(glob.escape(self.out_path), pattern)):
+                os.remove(path)
+
+    def summary(self) -> list[str]:
+        """Return the lines shown at the end of a merge."""
+        lines = []
+        for model in dict.fromkeys(record.model for record in self.records):
+            mine = [record for record in self.records if record.model == model]
+            scale = sum(record.scale for record in mine) or 1.0
+            before = (sum(record.before for record in mine) / scale) ** 0.5
+            after = (sum(record.after for record in mine) / scale) ** 0.5
+            lines.append(
+                f"{model} -> {mine[0].reference}: {len({r.layer for r in mine})} layers, "
+                f"relative distance {before:.4g} -> {after:.4g}, {_describe(mine)}, "
+                f"{sum(record.seconds for record in mine):.1f} s"
+            )
+        return lines
+
+
+_WORDS = {
+    "kv": "heads reordered",
+    "g": "query heads reordered",
+    "qk": "queries and keys rotated",
+    "vo": "values and outputs rotated",
+    "f": "neurons reordered",
+    "~f": "neurons sign-flipped",
+}
+
+
+def _describe(records: list[Record]) -> str:
+    layers = len({record.layer for record in records})
+    count = Counter(axis for record in records for axis in record.moved)
+    if not count:
+        return "nothing had to move"
+    return ", ".join(f"{_WORDS[axis]} in {count[axis]}/{layers}" for axis in _WORDS if count[axis])
+
+
+_current = Run()
+
+
+def start() -> Run:
+    """Begin a new run."""
+    global _current
+    _current = Run()
+    return _current
+
+
+def current() -> Run:
+    """Return the run in progress (or the last one)."""
+    return _current

@@ -1,0 +1,238 @@
+"""Every change made to mergekit, one per seam, and the check that the seam is where we think.
+
+Facts about mergekit 0.1.5 that each seam rests on are pinned by a test of its own in
+``tests/graph/test_seams.py``. A mergekit that differs gets one message and no ``rotation_*``
+method, never a wrong merge: the registered twins refuse to merge by themselves.
+"""
+
+import functools
+import inspect
+import sys
+from collections.abc import Callable, Mapping
+from importlib.metadata import version
+from typing import Any
+
+from mergekit_rotation.graph.errors import RotationError
+
+TESTED = "0.1.5"
+
+
+class SeamError(RuntimeError):
+    """mergekit is not as this version of the package knows it."""
+
+
+def complete(module: str) -> None:
+    """Complete one mergekit module that has just been imported.
+
+    Parameters
+    ----------
+    module : str
+        One of `mergekit_rotation.startup.SEAMS`.
+
+    Raises
+    ------
+    SeamError
+        If mergekit differs from the version that the seams were written for.
+    """
+    steps: dict[str, Callable[[], None]] = {
+        "mergekit.merge_methods": register_methods,
+        "mergekit.config": read_config,
+        "mergekit.plan": plan_alignment,
+        "mergekit.merge": guard_merge,
+    }
+    steps[module]()
+
+
+def _expect(owner: Any, name: str, parameters: tuple[str, ...]) -> Any:
+    """Return a callable of mergekit's if it takes the parameters that we rely on."""
+    function = getattr(owner, name, None)
+    found = tuple(inspect.signature(function).parameters) if function is not None else None
+    if found is None or found[: len(parameters)] != parameters:
+        raise SeamError(
+            f"mergekit {version('mergekit')} differs from {TESTED} at "
+            f"{getattr(owner, '__name__', owner)}.{name} ({found} instead of {parameters}); "
+            f"install mergekit=={TESTED} or a newer mergekit-rotation"
+        )
+    return function
+
+
+def _once(function: Any) -> bool:
+    """Tell whether a function of mergekit's has not been wrapped by us yet."""
+    return not getattr(inspect.unwrap(function, stop=_is_ours), "_mergekit_rotation", False)
+
+
+def _is_ours(function: Any) -> bool:
+    return bool(getattr(function, "_mergekit_rotation", False))
+
+
+def _wrap(owner: Any, name: str, parameters: tuple[str, ...], wrapper: Callable[..., Any]) -> None:
+    """Replace a function of mergekit's by ``wrapper(original, *args, **kwargs)``."""
+    original = _expect(owner, name, parameters)
+    if not _once(original):
+        return
+
+    @functools.wraps(original)
+    def replacement(*args: Any, **kwargs: Any) -> Any:
+        return wrapper(original, *args, **kwargs)
+
+    replacement._mergekit_rotation = True  # type: ignore[attr-defined]
+    setattr(owner, name, replacement)
+
+
+# -- mergekit.merge_methods: the registry is public --------------------------------------------
+
+
+def register_methods() -> None:
+    """Add the twins to mergekit's registry of methods."""
+    from mergekit.merge_methods import registry
+
+    _expect(registry, "register", ("method",))
+    _expect(registry, "registered_methods", ())
+    from mergekit_rotation.graph import methods
+
+    methods.register_twins()
+
+
+# -- mergekit.config: what a configuration may say ----------------------------------------------
+
+
+def read_config() -> None:
+    """Check ``rotation_*`` configurations before mergekit parses them; order their models."""
+    from mergekit.config import MergeConfiguration
+
+    validate = MergeConfiguration.model_validate
+    if _once(validate.__func__):
+        if tuple(inspect.signature(validate).parameters)[:1] != ("obj",):
+            raise SeamError(
+                f"mergekit {version('mergekit')} differs from {TESTED} at MergeConfiguration"
+            )
+
+        def model_validate(cls: type, obj: Any, *args: Any, **kwargs: Any) -> Any:
+            return validate.__func__(cls, _checked_mapping(obj), *args, **kwargs)
+
+        model_validate._mergekit_rotation = True  # type: ignore[attr-defined]
+        MergeConfiguration.model_validate = classmethod(model_validate)  # type: ignore[assignment]
+    _wrap(MergeConfiguration, "referenced_models", ("self",), _ordered_models)
+
+
+def _checked_mapping(obj: Any) -> Any:
+    """Accept ``method:`` for ``merge_method:``; check the name and our parameters."""
+    if not isinstance(obj, Mapping):
+        return obj
+    name = obj.get("merge_method") or obj.get("method")
+    from mergekit_rotation.graph import methods, parameters
+
+    if "method" in obj and methods.is_rotation(name):
+        if obj.get("merge_method") is not None:
+            raise RotationError("method: and merge_method: say the same; write one of them")
+        obj = {("merge_method" if key == "method" else key): value for key, value in obj.items()}
+    if methods.is_rotation(name):
+        methods.check_name(str(name))
+        parameters.check_mapping(obj)
+    return obj
+
+
+def _ordered_models(original: Callable[..., Any], config: Any) -> list[Any]:
+    """Stock returns an unordered set; ours puts the reference first, then YAML order.
+
+    mergekit takes config and tokenizer of a merge without ``base_model`` from the first one.
+    """
+    models = original(config)
+    from mergekit_rotation.graph import methods, parameters
+
+    if not methods.is_rotation(config.merge_method):
+        return list(models)
+    outputs = [config, *(config.modules or {}).values()]
+    slices = [s for output in outputs for s in output.slices or []]
+    listed = [source.model for s in slices for source in s.sources]
+    listed += [entry.model for output in outputs for entry in output.models or []]
+    first = [parameters.explicit_reference([config.parameters]), config.base_model]
+    return [m for m in dict.fromkeys([*first, *listed]) if m in models]
+
+
+# -- mergekit.plan: the inputs of planned tasks ---------------------------------------------------
+
+
+def plan_alignment() -> None:
+    """Align the inputs of every planned layer; `mergekit.merge` binds the class, so patch it."""
+    from mergekit.plan import MergePlanner
+
+    layer = ("self", "sources", "layer_offset", "t", "cfg_reader", "module_name")
+    _wrap(MergePlanner, "plan_layer", layer, _plan_layer)
+    _wrap(MergePlanner, "_plan", ("self",), _plan)
+    _wrap(MergePlanner, "plan_to_disk", ("self", "out_path"), _plan_to_disk)
+
+
+def _plan(original: Callable[..., Any], planner: Any) -> None:
+    from mergekit_rotation.graph import methods
+    from mergekit_rotation.graph.planning import Alignment
+
+    if methods.aligned_method(planner.config.merge_method) is None:
+        original(planner)
+        return
+    planner._rotation = alignment = Alignment(planner)
+    alignment.check_inputs()
+    original(planner)
+    alignment.finish()
+
+
+def _plan_layer(
+    original: Callable[..., Any],
+    planner: Any,
+    sources: Any,
+    layer_offset: int,
+    t: float,
+    cfg_reader: Any,
+    module_name: str,
+) -> None:
+    alignment = getattr(planner, "_rotation", None)
+    start, index = len(planner._tensors), planner._current_module_layers
+    original(planner, sources, layer_offset, t, cfg_reader, module_name)
+    if alignment is not None:
+        planner._tensors[start:] = alignment.align_layer(
+            planner._tensors[start:],
+            sources,
+            layer_offset,
+            index,
+            cfg_reader.with_t(t),
+            module_name,
+        )
+
+
+def _plan_to_disk(original: Callable[..., Any], planner: Any, out_path: str) -> Any:
+    from mergekit_rotation.graph import methods, run
+
+    tasks = original(planner, out_path)
+    if methods.aligned_method(planner.config.merge_method) is not None:
+        inputs = [model.model.path for model in planner.config.referenced_models()]
+        run.current().begin_output(out_path, inputs)
+    return tasks
+
+
+# -- mergekit.merge: the end of a merge -----------------------------------------------------------
+
+
+def guard_merge() -> None:
+    """Clean up after a failed merge and say what was done; scripts bind the wrapped function."""
+    merge = sys.modules["mergekit.merge"]
+    _wrap(merge, "run_merge", ("merge_config", "out_path", "options"), _run_merge)
+
+
+def _run_merge(
+    original: Callable[..., Any], merge_config: Any, out_path: str, options: Any, *args: Any, **kw: Any
+) -> Any:
+    from mergekit_rotation.graph import methods, run
+
+    if not methods.is_rotation(merge_config.merge_method):
+        return original(merge_config, out_path, options, *args, **kw)
+    methods.check_name(merge_config.merge_method)
+    this = run.start()
+    try:
+        result = original(merge_config, out_path, options, *args, **kw)
+    except BaseException:
+        this.discard_output()
+        raise
+    if not options.quiet:
+        for line in this.summary():
+            print(f"aligned {line}", file=sys.stderr)
+    return result

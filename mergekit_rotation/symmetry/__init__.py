@@ -1,0 +1,69 @@
+"""Symmetries of transformer layers as pure tensor functions.
+
+This package imports torch and scipy only. It knows axes, groups and how to solve for the group
+element that brings one set of tensors closest to another; it knows no model, no file and no
+mergekit.
+
+The one lemma: for an isometric group G acting on the legs (tensor, axis) of two models,
+
+    argmin_g sum_legs || reference - g . other ||_F^2  =  argmax_g <g, M>,
+    M = sum_legs mat(reference) mat(other)^T,
+
+so aligning means: accumulate the cross-Gram matrix M and project it onto G.
+"""
+
+from mergekit_rotation.symmetry.action import (
+    Element,
+    Permute,
+    Rotate,
+    Sign,
+    Transformation,
+    act,
+    inverse,
+    moves,
+)
+from mergekit_rotation.symmetry.assignment import lazy_assignment, linear_assignment
+from mergekit_rotation.symmetry.attention import AttentionLayout, solve_attention
+from mergekit_rotation.symmetry.axes import Pattern, Piece
+from mergekit_rotation.symmetry.errors import PatternError, SymmetryError
+from mergekit_rotation.symmetry.groups import (
+    DirectSum,
+    Group,
+    Orthogonal,
+    PlaneRotations,
+    PlaneSigns,
+    Trivial,
+    rotary_pairs,
+)
+from mergekit_rotation.symmetry.neurons import NeuronLayout, solve_neurons
+from mergekit_rotation.symmetry.precision import full_precision, working_dtype
+
+__all__ = [
+    "AttentionLayout",
+    "DirectSum",
+    "Element",
+    "Group",
+    "NeuronLayout",
+    "Orthogonal",
+    "Pattern",
+    "PatternError",
+    "Permute",
+    "Piece",
+    "PlaneRotations",
+    "PlaneSigns",
+    "Rotate",
+    "Sign",
+    "SymmetryError",
+    "Transformation",
+    "Trivial",
+    "act",
+    "full_precision",
+    "inverse",
+    "lazy_assignment",
+    "linear_assignment",
+    "moves",
+    "rotary_pairs",
+    "solve_attention",
+    "solve_neurons",
+    "working_dtype",
+]

@@ -1,0 +1,69 @@
+"""Linear assignment: which row of one model is which row of the other."""
+
+from collections.abc import Callable
+
+import torch
+from scipy.optimize import linear_sum_assignment
+
+
+def linear_assignment(score: torch.Tensor) -> torch.Tensor:
+    """Return the permutation p that maximises sum_i score[i, p(i)].
+
+    Where the largest entry of every row lies in a column of its own, that choice attains the sum
+    of the row maxima, an upper bound of every assignment, and is returned without solving
+    anything. Otherwise the linear assignment problem is solved exactly.
+
+    Parameters
+    ----------
+    score : Tensor, shape (n, n)
+        Finite.
+
+    Returns
+    -------
+    Tensor of int64, shape (n,), on the device of ``score``.
+
+    References
+    ----------
+    Crouse, "On implementing 2D rectangular assignment algorithms", IEEE TAES 52, 2016,
+    doi:10.1109/TAES.2016.140952 (the algorithm of `scipy.optimize.linear_sum_assignment`).
+    """
+    n = score.shape[0]
+    best = score.argmax(dim=1)
+    if torch.unique(best).numel() == n:
+        return best
+    _, columns = linear_sum_assignment(score.detach().cpu().numpy(), maximize=True)
+    return torch.as_tensor(columns, dtype=torch.int64, device=score.device)
+
+
+def lazy_assignment(
+    bound: torch.Tensor, evaluate: Callable[[torch.Tensor], torch.Tensor]
+) -> torch.Tensor:
+    """Solve an assignment whose scores are dear, given cheap upper bounds.
+
+    Starts from the bounds, evaluates only pairs that an optimal assignment of the current
+    overestimates selects, and stops when all selected pairs are evaluated: every other
+    assignment is then bounded by the one returned. The diagonal is always evaluated.
+
+    Parameters
+    ----------
+    bound : Tensor, shape (n, n)
+        Upper bounds of the scores.
+    evaluate : callable
+        Maps pairs, int64 of shape (k, 2), to their scores, shape (k,).
+
+    Returns
+    -------
+    Tensor of int64, shape (n,)
+    """
+    n = bound.shape[0]
+    score = bound.clone()
+    known = torch.zeros_like(bound, dtype=torch.bool)
+    rows = torch.arange(n, device=bound.device)
+    choice = rows
+    while True:
+        pairs = torch.stack([rows, choice], dim=1)[~known[rows, choice]]
+        if len(pairs) == 0:
+            return choice
+        score[pairs[:, 0], pairs[:, 1]] = evaluate(pairs).to(score.dtype)
+        known[pairs[:, 0], pairs[:, 1]] = True
+        choice = linear_assignment(score)

@@ -1,0 +1,206 @@
+"""Axis patterns: which named axes a stored tensor is made of.
+
+A pattern names, for each dimension of a tensor, the axes whose product it is (row-major)::
+
+    (kv g qk) e                            separate query projection, [out, in]
+    [(kv g qk) | (kv qk) | (kv vo)] e      fused projection, three blocks of rows
+    (kv [qk | qk | vo]) e                  fused projection, interleaved per head
+    [f | ~f] e                             fused gate and up projection
+
+``[a | b]`` is a concatenation. ``~f`` is the axis ``f`` on a leg that also takes the sign of a
+signed permutation of ``f``; plain ``f`` takes the permutation alone.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from math import prod
+
+import torch
+
+from mergekit_rotation.symmetry.errors import PatternError
+
+_TOKEN = re.compile(r"\s*(~?[a-z][a-z0-9_]*|[()\[\]|])")
+
+Names = tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class Concat:
+    """Alternatives laid one after the other along one dimension."""
+
+    parts: tuple[Names, ...]
+
+
+Factor = str | Concat
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A view of (a part of) a tensor with one named axis per dimension."""
+
+    axes: Names
+    tensor: torch.Tensor
+
+    def dim(self, axis: str) -> int | None:
+        """Return the dimension that carries ``axis`` (signed or not), or None."""
+        for position, name in enumerate(self.axes):
+            if base_axis(name) == axis:
+                return position
+        return None
+
+
+def base_axis(name: str) -> str:
+    """Return the axis name without its sign mark."""
+    return name.removeprefix("~")
+
+
+@dataclass(frozen=True)
+class Pattern:
+    """The axes of one stored tensor.
+
+    Parameters
+    ----------
+    text : str
+        The pattern as written in a data file.
+    dims : tuple of tuple of (str or Concat)
+        Factors of every dimension, outermost first. At most one factor is a `Concat`.
+    """
+
+    text: str
+    dims: tuple[tuple[Factor, ...], ...]
+
+    @staticmethod
+    @lru_cache(maxsize=None)
+    def parse(text: str) -> "Pattern":
+        """Read a pattern.
+
+        Raises
+        ------
+        PatternError
+            If the text is not a pattern or holds more than one concatenation.
+        """
+        dims = _Parser(text).dims()
+        if sum(isinstance(f, Concat) for dim in dims for f in dim) > 1:
+            raise PatternError(f"pattern {text!r} has more than one concatenation")
+        return Pattern(text, dims)
+
+    @property
+    def axes(self) -> frozenset[str]:
+        """Names of all axes, without sign marks."""
+        names: set[str] = set()
+        for dim in self.dims:
+            for factor in dim:
+                parts = factor.parts if isinstance(factor, Concat) else ((factor,),)
+                names.update(base_axis(name) for part in parts for name in part)
+        return frozenset(names)
+
+    def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
+        """Return the shape that a tensor of this pattern has for the given axis sizes."""
+        return tuple(prod(_extent(factor, sizes) for factor in dim) for dim in self.dims)
+
+    def split(self, tensor: torch.Tensor, sizes: Mapping[str, int]) -> list[Piece]:
+        """View a tensor as pieces with one dimension per named axis.
+
+        Raises
+        ------
+        PatternError
+            If the tensor does not have the shape that the sizes demand.
+        """
+        expected = self.shape(sizes)
+        if tuple(tensor.shape) != expected:
+            raise PatternError(f"shape {tuple(tensor.shape)} where {expected} is expected")
+        factors = [factor for dim in self.dims for factor in dim]
+        full = tensor.reshape([_extent(factor, sizes) for factor in factors])
+        for position, factor in enumerate(factors):
+            if isinstance(factor, Concat):
+                return _split_at(full, factors, position, factor, sizes)
+        return [Piece(tuple(str(f) for f in factors), full)]
+
+    def join(self, pieces: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
+        """Undo `split`: put tensors shaped like its pieces together again."""
+        factors = [factor for dim in self.dims for factor in dim]
+        for position, factor in enumerate(factors):
+            if isinstance(factor, Concat):
+                flat = [
+                    piece.flatten(position, position + len(part) - 1)
+                    for piece, part in zip(pieces, factor.parts, strict=True)
+                ]
+                return torch.cat(flat, dim=position).reshape(self.shape(sizes))
+        (piece,) = pieces
+        return piece.reshape(self.shape(sizes))
+
+
+def _extent(factor: Factor, sizes: Mapping[str, int]) -> int:
+    if isinstance(factor, Concat):
+        return sum(prod(sizes[base_axis(name)] for name in part) for part in factor.parts)
+    return sizes[base_axis(factor)]
+
+
+def _split_at(
+    full: torch.Tensor,
+    factors: Sequence[Factor],
+    position: int,
+    concat: Concat,
+    sizes: Mapping[str, int],
+) -> list[Piece]:
+    before = tuple(str(f) for f in factors[:position])
+    after = tuple(str(f) for f in factors[position + 1 :])
+    extents = [[sizes[base_axis(name)] for name in part] for part in concat.parts]
+    views = full.split([prod(extent) for extent in extents], dim=position)
+    return [
+        Piece(before + part + after, view.unflatten(position, extent))
+        for view, part, extent in zip(views, concat.parts, extents, strict=True)
+    ]
+
+
+class _Parser:
+    """Recursive descent over ``dims``, ``( factors )`` and ``[ part | part ]``."""
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+        self.tokens = _TOKEN.findall(text)
+        if "".join(self.tokens) != re.sub(r"\s", "", text) or not self.tokens:
+            raise PatternError(f"cannot read axis pattern {text!r}")
+
+    def dims(self) -> tuple[tuple[Factor, ...], ...]:
+        result = []
+        while self.tokens:
+            result.append(self._product() if self.tokens[0] == "(" else (self._factor(),))
+        return tuple(result)
+
+    def _take(self, expected: str | None = None) -> str:
+        if not self.tokens or (expected is not None and self.tokens[0] != expected):
+            raise PatternError(f"cannot read axis pattern {self.text!r}: {expected} missing")
+        return self.tokens.pop(0)
+
+    def _product(self) -> tuple[Factor, ...]:
+        self._take("(")
+        factors: list[Factor] = []
+        while self.tokens and self.tokens[0] != ")":
+            factors.append(self._factor())
+        self._take(")")
+        return tuple(factors)
+
+    def _factor(self) -> Factor:
+        token = self._take()
+        if token == "[":
+            return self._concat()
+        if token in "()]|":
+            raise PatternError(f"cannot read axis pattern {self.text!r}: stray {token!r}")
+        return token
+
+    def _concat(self) -> Concat:
+        parts = [self._part()]
+        while self.tokens and self.tokens[0] == "|":
+            self._take("|")
+            parts.append(self._part())
+        self._take("]")
+        return Concat(tuple(parts))
+
+    def _part(self) -> Names:
+        factors = self._product() if self.tokens[:1] == ["("] else (self._factor(),)
+        if not all(isinstance(factor, str) for factor in factors):
+            raise PatternError(f"pattern {self.text!r} nests concatenations")
+        return tuple(str(factor) for factor in factors)

@@ -1,0 +1,259 @@
+"""Groups of orthogonal matrices that act on the dimensions of one attention head.
+
+Every group projects a cross-Gram matrix M onto the element that maximises <g, M> = tr(g^T M), and
+knows the value of that maximum (its support function), which scores a match of two heads without
+regard to how they are rotated. Everything is batched over leading dimensions.
+"""
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+Pairing = Literal["half", "interleaved"]
+
+
+def rotary_pairs(dims: int, pairing: Pairing) -> tuple[tuple[int, int], ...]:
+    """Return the dimensions that rotary embedding turns together.
+
+    Parameters
+    ----------
+    dims : int
+        Number of rotary dimensions, even.
+    pairing : {"half", "interleaved"}
+        ``half`` pairs (i, i + dims/2), ``interleaved`` pairs (2i, 2i + 1).
+
+    References
+    ----------
+    Su et al., "RoFormer: Enhanced Transformer with Rotary Position Embedding", arXiv 2104.09864.
+    """
+    half = dims // 2
+    if pairing == "half":
+        return tuple((i, i + half) for i in range(half))
+    return tuple((2 * i, 2 * i + 1) for i in range(half))
+
+
+class Group(ABC):
+    """A compact group of orthogonal matrices on R^n."""
+
+    n: int
+    #: whether its elements move numbers without rounding them (signs)
+    exact: bool = False
+
+    @abstractmethod
+    def project(self, gram: torch.Tensor) -> torch.Tensor:
+        """Return the element g that maximises <g, M>.
+
+        Parameters
+        ----------
+        gram : Tensor, shape (..., n, n)
+            M = sum over legs of reference times other transposed.
+
+        Returns
+        -------
+        Tensor, shape (..., n, n)
+            Orthogonal, in the dtype of ``gram``.
+        """
+
+    def value(self, gram: torch.Tensor) -> torch.Tensor:
+        """Return max over g of <g, M>, shape (...)."""
+        return inner(self.project(gram), gram)
+
+    def bound(self, gram: torch.Tensor) -> torch.Tensor:
+        """Return a subadditive upper bound of `value` that is cheap to compute."""
+        return self.value(gram)
+
+    @abstractmethod
+    def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
+        """Draw random elements, shape (batch, n, n), float64."""
+
+    @abstractmethod
+    def contains(self, g: torch.Tensor, atol: float) -> bool:
+        """Tell whether all matrices g of shape (..., n, n) belong to the group."""
+
+
+def inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Frobenius inner product over the last two dimensions."""
+    return (a * b).sum(dim=(-2, -1))
+
+
+@dataclass(frozen=True)
+class Trivial(Group):
+    """The identity alone: a symmetry that is switched off or not there."""
+
+    n: int
+    exact = True
+
+    def project(self, gram: torch.Tensor) -> torch.Tensor:
+        eye = torch.eye(self.n, dtype=gram.dtype, device=gram.device)
+        return eye.expand(gram.shape)
+
+    def value(self, gram: torch.Tensor) -> torch.Tensor:
+        return gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+    def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
+        return torch.eye(self.n, dtype=torch.float64).repeat(batch, 1, 1)
+
+    def contains(self, g: torch.Tensor, atol: float) -> bool:
+        return bool(((g - self.project(g)).abs() <= atol).all())
+
+
+@dataclass(frozen=True)
+class Orthogonal(Group):
+    """O(n): all rotations and reflections.
+
+    The projection is the orthogonal polar factor U V^T of M = U S V^T (orthogonal Procrustes),
+    with value sum(S), the nuclear norm. It is unique iff M is nonsingular. Reflections are
+    included: attention is invariant under all of O(n), and forcing det = 1 only worsens the match.
+
+    References
+    ----------
+    Schoenemann, "A generalized solution of the orthogonal Procrustes problem", Psychometrika 31,
+    1966, doi:10.1007/BF02289451. "Beyond the Permutation Symmetry of Transformers", arXiv
+    2502.00264, section 3.
+    """
+
+    n: int
+
+    def project(self, gram: torch.Tensor) -> torch.Tensor:
+        u, _, vh = torch.linalg.svd(gram)
+        result: torch.Tensor = u @ vh
+        return result
+
+    def bound(self, gram: torch.Tensor) -> torch.Tensor:
+        # Cauchy-Schwarz on the singular values: nuclear norm <= sqrt(n) Frobenius norm.
+        return self.n**0.5 * gram.square().sum(dim=(-2, -1)).sqrt()
+
+    def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
+        normal = torch.randn(batch, self.n, self.n, dtype=torch.float64, generator=generator)
+        return self.project(normal)
+
+    def contains(self, g: torch.Tensor, atol: float) -> bool:
+        eye = torch.eye(self.n, dtype=g.dtype, device=g.device)
+        return bool(((g @ g.mT - eye).abs() <= atol).all())
+
+
+@dataclass(frozen=True)
+class _Planes(Group):
+    """Base of the groups that act on each frequency pair (i, j) of a rotary head separately."""
+
+    n: int
+    pairs: tuple[tuple[int, int], ...]
+
+    def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs = torch.tensor(self.pairs, dtype=torch.long, device=device).reshape(-1, 2)
+        return pairs[:, 0], pairs[:, 1]
+
+    def _overlap(self, gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Real and imaginary part of sum Z_ref conj(Z_other), Z = row i + 1j row j."""
+        i, j = self._index(gram.device)
+        return gram[..., i, i] + gram[..., j, j], gram[..., j, i] - gram[..., i, j]
+
+    def _matrix(self, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+        i, j = self._index(cos.device)
+        g = torch.eye(self.n, dtype=cos.dtype, device=cos.device)
+        g = g.repeat(*cos.shape[:-1], 1, 1)
+        g[..., i, i] = cos
+        g[..., j, j] = cos
+        g[..., i, j] = -sin
+        g[..., j, i] = sin
+        return g
+
+    def contains(self, g: torch.Tensor, atol: float) -> bool:
+        return bool(((g - self.project(g)).abs() <= atol).all())
+
+
+@dataclass(frozen=True)
+class PlaneRotations(_Planes):
+    """One phase per frequency pair: what commutes with rotary embedding.
+
+    The best phase is the argument of the complex number sum Z_ref conj(Z_other); the value is the
+    sum of the moduli. A zero overlap gives the phase 0.
+    """
+
+    def project(self, gram: torch.Tensor) -> torch.Tensor:
+        real, imag = self._overlap(gram)
+        modulus = torch.hypot(real, imag)
+        safe = torch.where(modulus > 0, modulus, torch.ones_like(modulus))
+        cos = torch.where(modulus > 0, real / safe, torch.ones_like(real))
+        return self._matrix(cos, imag / safe)
+
+    def value(self, gram: torch.Tensor) -> torch.Tensor:
+        return torch.hypot(*self._overlap(gram)).sum(-1)
+
+    def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
+        phase = torch.rand(batch, len(self.pairs), dtype=torch.float64, generator=generator)
+        angle = 2 * torch.pi * phase
+        return self._matrix(angle.cos(), angle.sin())
+
+
+@dataclass(frozen=True)
+class PlaneSigns(_Planes):
+    """One sign per frequency pair: what commutes with rotary embedding *and* with a shared
+    RMS norm of queries and keys whose weights differ inside the pairs (QK-norm)."""
+
+    exact = True
+
+    def project(self, gram: torch.Tensor) -> torch.Tensor:
+        real, _ = self._overlap(gram)
+        sign = torch.where(real < 0, -torch.ones_like(real), torch.ones_like(real))
+        return self._matrix(sign, torch.zeros_like(sign))
+
+    def value(self, gram: torch.Tensor) -> torch.Tensor:
+        return self._overlap(gram)[0].abs().sum(-1)
+
+    def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
+        bits = torch.randint(2, (batch, len(self.pairs)), generator=generator)
+        sign = 2.0 * bits.to(torch.float64) - 1.0
+        return self._matrix(sign, torch.zeros_like(sign))
+
+
+@dataclass(frozen=True)
+class DirectSum(Group):
+    """Groups that act on consecutive ranges of dimensions (partial rotary embedding)."""
+
+    blocks: tuple[Group, ...]
+
+    @property
+    def n(self) -> int:  # type: ignore[override]  # derived from the blocks
+        return sum(block.n for block in self.blocks)
+
+    @property
+    def exact(self) -> bool:  # type: ignore[override]
+        return all(block.exact for block in self.blocks)
+
+    def _ranges(self, gram: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
+        parts, start = [], 0
+        for block in self.blocks:
+            stop = start + block.n
+            parts.append((block, gram[..., start:stop, start:stop]))
+            start = stop
+        return parts
+
+    def _assemble(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        first = parts[0]
+        g = first.new_zeros(*first.shape[:-2], self.n, self.n)
+        start = 0
+        for part in parts:
+            stop = start + part.shape[-1]
+            g[..., start:stop, start:stop] = part
+            start = stop
+        return g
+
+    def project(self, gram: torch.Tensor) -> torch.Tensor:
+        return self._assemble([block.project(part) for block, part in self._ranges(gram)])
+
+    def value(self, gram: torch.Tensor) -> torch.Tensor:
+        return torch.stack([block.value(part) for block, part in self._ranges(gram)]).sum(0)
+
+    def bound(self, gram: torch.Tensor) -> torch.Tensor:
+        return torch.stack([block.bound(part) for block, part in self._ranges(gram)]).sum(0)
+
+    def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
+        return self._assemble([block.sample(batch, generator) for block in self.blocks])
+
+    def contains(self, g: torch.Tensor, atol: float) -> bool:
+        parts = self._ranges(g)
+        rest = (g - self._assemble([part for _, part in parts])).abs()
+        return bool((rest <= atol).all()) and all(b.contains(part, atol) for b, part in parts)

@@ -1,0 +1,123 @@
+"""Aligning the hidden units of one feed-forward layer.
+
+Axis ``f``: the neurons. Plain legs ``f`` take their permutation; legs ``~f`` (the up and the down
+projection of a gated MLP) may change sign together as well, since the product gate * up is linear
+in the up projection.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from mergekit_rotation.symmetry.action import Element, Permute, Sign, Transformation
+from mergekit_rotation.symmetry.assignment import linear_assignment
+from mergekit_rotation.symmetry.axes import Pattern, Piece
+from mergekit_rotation.symmetry.precision import working_dtype
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+@dataclass(frozen=True)
+class NeuronLayout:
+    """Where the neurons of a layer are stored: patterns with an axis ``f``, and axis sizes."""
+
+    patterns: Mapping[str, Pattern]
+    sizes: Mapping[str, int]
+
+
+def solve_neurons(reference: Tensors, other: Tensors, layout: NeuronLayout) -> Transformation:
+    """Find the (signed) permutation of neurons that brings ``other`` closest to the reference.
+
+    Maximises sum_i [ <plain legs of i, plain legs of p(i)> + | <signed legs of i, of p(i)> | ]
+    over permutations p: a linear assignment over the scores of all pairs, biases included. Ties
+    (dead or equal neurons) resolve to the identity.
+
+    Parameters
+    ----------
+    reference, other : mapping of tensor name to Tensor
+        The names of ``layout.patterns``; a name that either side lacks does not take part.
+
+    Returns
+    -------
+    tuple of elements
+        Empty if nothing moves.
+
+    References
+    ----------
+    Ainsworth, Hayase, Srinivasa, "Git Re-Basin: Merging Models modulo Permutation Symmetries",
+    arXiv 2209.04836, section 3.2. arXiv 2502.00264, section 3 (feed-forward layers).
+    """
+    legs = list(_legs(reference, other, layout))
+    work = working_dtype(*(piece.tensor.dtype for leg in legs for piece in leg[1:]))
+    signed = [(a, b) for is_signed, a, b in legs if is_signed]
+    plain = [(a, b) for is_signed, a, b in legs if not is_signed]
+
+    score: torch.Tensor | None = None
+    for a, b in signed:
+        score = _accumulate(score, a, b, work)
+    if score is not None:
+        score = score.abs_()
+    for a, b in plain:
+        score = _accumulate(score, a, b, work)
+    if score is None:
+        return ()
+    noise = _noise(legs, work)
+    score.diagonal().add_(noise)  # what a change must gain at least
+    index = linear_assignment(score)
+    del score
+
+    identity = torch.arange(len(index), device=index.device)
+    result: list[Element] = []
+    if not torch.equal(index, identity):
+        result.append(Permute("f", index))
+    if signed:
+        overlap = torch.zeros(len(index), dtype=work, device=index.device)
+        for a, b in signed:
+            overlap += (_rows(a).to(work) * _rows(b)[index].to(work)).sum(1)
+        if bool((overlap < -noise).any()):
+            one = torch.ones_like(overlap)
+            result.append(Sign("f", torch.where(overlap < -noise, -one, one)))
+    return tuple(result)
+
+
+def _legs(
+    reference: Tensors, other: Tensors, layout: NeuronLayout
+) -> list[tuple[bool, Piece, Piece]]:
+    result = []
+    for name, pattern in layout.patterns.items():
+        if name not in reference or name not in other:
+            continue
+        pieces = zip(
+            pattern.split(reference[name], layout.sizes),
+            pattern.split(other[name], layout.sizes),
+            strict=True,
+        )
+        result += [("~f" in a.axes, a, b) for a, b in pieces if a.dim("f") is not None]
+    return result
+
+
+def _rows(piece: Piece) -> torch.Tensor:
+    """View a piece as (neurons, rest)."""
+    dim = piece.dim("f")
+    assert dim is not None
+    x = piece.tensor.movedim(dim, 0)
+    return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+
+
+def _accumulate(
+    score: torch.Tensor | None, a: Piece, b: Piece, work: torch.dtype
+) -> torch.Tensor:
+    x, y = _rows(a).to(work), _rows(b).to(work)
+    return x @ y.mT if score is None else score.addmm_(x, y.mT)
+
+
+def _noise(legs: list[tuple[bool, Piece, Piece]], work: torch.dtype) -> torch.Tensor:
+    """Rounding error of the score of neuron i with itself, (n,)."""
+    square = None
+    for _, a, b in legs:
+        x, y = (_rows(piece).to(work).square().sum(1) for piece in (a, b))
+        square = (x, y) if square is None else (square[0] + x, square[1] + y)
+    assert square is not None
+    norm = (square[0] * square[1]).sqrt()
+    return 4 * torch.finfo(work).eps * norm + torch.finfo(work).tiny

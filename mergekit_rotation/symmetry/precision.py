@@ -1,0 +1,25 @@
+"""In which precision symmetries are solved and applied."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+
+def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
+    """Return the dtype to compute in: float64 if any input has it, else float32.
+
+    Half-precision inputs are always raised to float32; nothing is ever solved below it.
+    """
+    return torch.float64 if torch.float64 in dtypes else torch.float32
+
+
+@contextmanager
+def full_precision() -> Iterator[None]:
+    """Run float32 matrix products in float32 (no TF32, no bfloat16 passes)."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
