@@ -162,8 +162,8 @@ class Alignment:
             gather = GatherChecked(
                 weight_info=gather.weight_info, dtype=gather.dtype, device=gather.device
             )
-            for load in gather.arguments().values():
-                assert isinstance(load, CheckedLoad)
+        if isinstance(gather, GatherChecked):
+            for load in gather.loads().values():
                 self.check_present(load)
         return rewrap(task, gather).model_copy(
             update={
@@ -471,9 +471,17 @@ class _LayerPlan:
         reference: ModelReference,
         inputs: dict[tuple[str, ModelReference], Input],
     ) -> ExecuteMergeMethodTask:
-        if not any(name == weight.name for name, _ in inputs):
-            return task
         gather = unwrap(task)
+        label = self._label(weight.name)
+        after = self._after(weight.name, label, inputs)
+        if not any(name == weight.name for name, _ in inputs):
+            waiting = GatherChecked(
+                weight_info=gather.weight_info,
+                dtype=gather.dtype,
+                device=gather.device,
+                after=after,
+            )
+            return rewrap(task, waiting)
         members = []
         for model in gather.weight_info.keys():
             moved = inputs.get((weight.name, model))
@@ -486,6 +494,20 @@ class _LayerPlan:
             dtype=gather.dtype,
             device=gather.device,
             inputs=tuple(members),
-            label=self._label(weight.name),
+            label=label,
+            after=after,
         )
         return rewrap(task, aligned)
+
+    def _after(
+        self, name: str, label: str, inputs: dict[tuple[str, ModelReference], Input]
+    ) -> tuple[AlignBlock, ...]:
+        """Return the blocks whose first tensor mergekit merges before this one."""
+        blocks = dict.fromkeys(i.task for i in inputs.values() if isinstance(i.task, AlignBlock))
+        return tuple(
+            block
+            for block in blocks
+            if block.label is not None
+            and block.label < label <= max(self._label(leg.name) for leg in block.legs)
+            and all(leg.name != name for leg in block.legs)
+        )

@@ -217,9 +217,11 @@ class GatherAligned(GatherTensors, frozen=True):
 
     inputs: tuple[Input, ...]
     label: str | None = None
+    after: tuple[AlignBlock, ...] = ()
 
     def arguments(self) -> dict[str, Task]:
-        return {str(position): entry.task for position, entry in enumerate(self.inputs)}
+        inputs = {str(position): entry.task for position, entry in enumerate(self.inputs)}
+        return inputs | _waiting(self.after)
 
     def group_label(self) -> str | None:
         return self.label
@@ -242,8 +244,27 @@ class GatherAligned(GatherTensors, frozen=True):
 class GatherChecked(GatherTensors, frozen=True):
     """`GatherTensors` that refuses damaged inputs."""
 
+    after: tuple[AlignBlock, ...] = ()
+
+    def loads(self) -> dict[str, CheckedLoad]:
+        """Return the loads of the inputs by argument name."""
+        stock = super().arguments()
+        return {key: checked(load) for key, load in stock.items() if isinstance(load, LoadTensor)}
+
     def arguments(self) -> dict[str, Task]:
-        return {key: checked(load) for key, load in super().arguments().items()}
+        return {**self.loads(), **_waiting(self.after)}
+
+    def group_label(self) -> str | None:
+        return max(load.group_label() or "" for load in self.loads().values())
+
+
+def _waiting(blocks: tuple[AlignBlock, ...]) -> dict[str, Task]:
+    """Arguments that are only waited for.
+
+    Tensors that mergekit would merge after the first tensor of a block must wait for the block,
+    so that everything is merged in mergekit's order: random methods draw from one stream.
+    """
+    return {f"after:{position}": block for position, block in enumerate(blocks)}
 
 
 def checked(load: LoadTensor, **changes: object) -> CheckedLoad:

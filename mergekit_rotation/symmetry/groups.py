@@ -11,6 +11,8 @@ from typing import Literal
 
 import torch
 
+from mergekit_rotation.symmetry.precision import single_thread
+
 Pairing = Literal["half", "interleaved"]
 
 
@@ -40,6 +42,11 @@ class Group(ABC):
     n: int
     #: whether its elements move numbers without rounding them (signs)
     exact: bool = False
+
+    @property
+    @abstractmethod
+    def freedom(self) -> int:
+        """Dimension of the group as a manifold: how many numbers a projection fits."""
 
     @abstractmethod
     def project(self, gram: torch.Tensor) -> torch.Tensor:
@@ -84,6 +91,7 @@ class Trivial(Group):
 
     n: int
     exact = True
+    freedom = 0
 
     def project(self, gram: torch.Tensor) -> torch.Tensor:
         eye = torch.eye(self.n, dtype=gram.dtype, device=gram.device)
@@ -116,9 +124,14 @@ class Orthogonal(Group):
 
     n: int
 
+    @property
+    def freedom(self) -> int:
+        return self.n * (self.n - 1) // 2
+
     def project(self, gram: torch.Tensor) -> torch.Tensor:
-        u, _, vh = torch.linalg.svd(gram)
-        result: torch.Tensor = u @ vh
+        with single_thread(gram.device):
+            u, _, vh = torch.linalg.svd(gram)
+            result: torch.Tensor = u @ vh
         return result
 
     def bound(self, gram: torch.Tensor) -> torch.Tensor:
@@ -172,6 +185,10 @@ class PlaneRotations(_Planes):
     sum of the moduli. A zero overlap gives the phase 0.
     """
 
+    @property
+    def freedom(self) -> int:
+        return len(self.pairs)
+
     def project(self, gram: torch.Tensor) -> torch.Tensor:
         real, imag = self._overlap(gram)
         modulus = torch.hypot(real, imag)
@@ -194,6 +211,7 @@ class PlaneSigns(_Planes):
     RMS norm of queries and keys whose weights differ inside the pairs (QK-norm)."""
 
     exact = True
+    freedom = 0
 
     def project(self, gram: torch.Tensor) -> torch.Tensor:
         real, _ = self._overlap(gram)
@@ -222,6 +240,10 @@ class DirectSum(Group):
     @property
     def exact(self) -> bool:  # type: ignore[override]
         return all(block.exact for block in self.blocks)
+
+    @property
+    def freedom(self) -> int:
+        return sum(block.freedom for block in self.blocks)
 
     def _ranges(self, gram: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
         parts, start = [], 0

@@ -23,3 +23,22 @@ def full_precision() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
+def single_thread(device: torch.device) -> Iterator[None]:
+    """Run small matrix factorisations on the CPU in one thread.
+
+    LAPACK gains nothing from more at the size of a head, loses factors of a hundred where
+    another process holds a core that its threads spin for, and returns other last bits for
+    other numbers of threads.
+    """
+    before = torch.get_num_threads()
+    if device.type != "cpu" or before == 1:
+        yield
+        return
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)

@@ -1,0 +1,254 @@
+"""Every declared symmetry of every family leaves the function of a model unchanged.
+
+The families are found by listing the data files. Random elements act on a tiny random model in
+float64; each leg that is forgotten, and each group that is too large, has to change the outputs.
+"""
+
+import pytest
+import tiny
+import torch
+from mergekit_rotation.architecture import Family, LayoutError, all_families, find_family
+from mergekit_rotation.architecture.sizes import evaluate
+from mergekit_rotation.symmetry import (
+    AttentionLayout,
+    DirectSum,
+    Orthogonal,
+    Permute,
+    PlaneRotations,
+    PlaneSigns,
+    Rotate,
+    Sign,
+    act,
+    rotary_pairs,
+)
+
+CASES = sorted(tiny.FAMILIES)
+DATA = {family.family: family for family in all_families()}
+
+
+class Model:
+    """A tiny model in exact float64, its layers as declared, and its outputs."""
+
+    def __init__(self, case: str):
+        self.model = tiny.build(case, seed=3, biases=True)
+        self.inputs = tiny.inputs(case)
+        self.state = {k: v.double() for k, v in self.model.state_dict().items()}
+        config = self.model.config
+        self.family = find_family(config.model_type, type(self.model).__name__)
+        assert self.family is not None
+        self.layer = self.family.layer(config)
+        self.base = self.outputs(self.state)
+
+    def outputs(self, state):
+        return tiny.exact_outputs(self.model, self.inputs, state)
+
+    def legs(self, block, index):
+        """Map template to (name, pattern) of what the model has of one block of one layer."""
+        found = {}
+        for template, pattern in block.layout.patterns.items():
+            local = template.replace("${layer_index}", str(index))
+            names = [p + local for p in self.family.prefixes if p + local in self.state]
+            if names:
+                found[template] = (names[0], pattern)
+            else:
+                assert template in block.optional, f"{local} is missing"
+        return found
+
+    def tolerance(self):
+        """c n eps: n products are summed between input and output, c of rounding each."""
+        sizes = self.layer.sizes
+        n = tiny.LAYERS * (sizes["e"] + sizes["f"] + sizes["heads"] * sizes["qk"])
+        return 8 * n * torch.finfo(torch.float64).eps * float(self.base.abs().max())
+
+    def change(self, element_of, forget=None):
+        """Return the largest change of the outputs under ``element_of(block, layer)``."""
+        state = dict(self.state)
+        for index in range(tiny.LAYERS):
+            for block in self.layer.blocks:
+                transformation = element_of(block, index)
+                for template, (name, pattern) in self.legs(block, index).items():
+                    if template != forget:
+                        state[name] = act(transformation, state[name], pattern, block.layout.sizes)
+        return float((self.outputs(state) - self.base).abs().max())
+
+
+def element(block, index, parts=("heads", "qk", "vo", "f"), group=None):
+    """Draw a random element of everything that a block declares."""
+    generator = torch.Generator().manual_seed(100 + index)
+    sizes, layout = block.layout.sizes, block.layout
+    result = []
+    if isinstance(layout, AttentionLayout):
+        kv, m = sizes["kv"], sizes.get("g", 1)
+        if "heads" in parts:
+            result.append(Permute("kv", torch.arange(kv).roll(1)))
+            if m > 1:
+                order = [torch.randperm(m, generator=generator) for _ in range(kv)]
+                order[0] = torch.arange(m).roll(1)
+                result.append(Permute("g", torch.stack(order), per="kv"))
+        if "qk" in parts:
+            chosen = group or layout.query_key
+            result.append(Rotate("qk", chosen.sample(kv, generator), per="kv"))
+        if "vo" in parts:
+            result.append(Rotate("vo", layout.value_output.sample(kv, generator), per="kv"))
+    elif "f" in parts:
+        f = sizes["f"]
+        result.append(Permute("f", torch.randperm(f, generator=generator)))
+        sign = 2.0 * torch.randint(2, (f,), generator=generator) - 1.0
+        result.append(Sign("f", sign))
+    return tuple(result)
+
+
+@pytest.fixture(scope="module", params=CASES)
+def model(request):
+    return Model(request.param)
+
+
+def test_every_data_file_is_proven():
+    assert {case.family for case in tiny.FAMILIES.values()} == set(DATA)
+
+
+def test_every_class_of_a_family_that_mergekit_merges_is_built():
+    built = {type_.__name__ for type_ in (c.model_class for c in tiny.FAMILIES.values())}
+    declared = {name for family in DATA.values() for names in family.models.values() for name in names}
+    alias_or_bare = {"LLaMaForCausalLM", "RobertaModel", "DistilBertModel"}
+    assert declared - built == alias_or_bare
+
+
+@pytest.mark.parametrize("parts", [("heads",), ("qk",), ("vo",), ("f",), ("heads", "qk", "vo", "f")])
+def test_random_elements_leave_the_function_unchanged(model, parts):
+    change = model.change(lambda block, index: element(block, index, parts))
+    assert change <= model.tolerance()
+
+
+def test_each_forgotten_leg_changes_the_function(model):
+    threshold = 1e6 * model.tolerance()
+    for block in model.layer.blocks:
+        for template, (name, _) in model.legs(block, 0).items():
+            change = model.change(element, forget=template)
+            if is_key_bias_without_rotary(model, block, name):
+                assert change <= model.tolerance(), "softmax does not see a shift of all keys"
+            else:
+                assert change > threshold, template
+
+
+def is_key_bias_without_rotary(model, block, name):
+    return (
+        block.kind == "attention"
+        and isinstance(block.layout.query_key, Orthogonal)
+        and name.endswith(("key.bias", "k_lin.bias"))
+    )
+
+
+def test_larger_groups_change_the_function(model):
+    attention = model.layer.blocks[0].layout
+    n, group = attention.query_key.n, attention.query_key
+    too_large = []
+    if not isinstance(group, Orthogonal):
+        too_large.append(Orthogonal(n))
+        too_large.append(PlaneRotations(n, rotary_pairs(n, "interleaved")))
+    if isinstance(group, PlaneSigns):
+        too_large.append(PlaneRotations(n, group.pairs))
+    if isinstance(group, DirectSum):
+        too_large.append(PlaneRotations(n, rotary_pairs(n, "half")))
+    for wrong in too_large:
+        change = model.change(lambda block, index, g=wrong: element(block, index, ("qk",), g))
+        assert change > 1e6 * model.tolerance(), wrong
+
+
+def test_query_heads_do_not_leave_their_group(model):
+    sizes = model.layer.sizes
+    if sizes.get("g", 1) == 1:
+        assert "g" not in sizes or sizes["kv"] == sizes["heads"]
+        return
+    swapped = {
+        name: pattern.text.replace("kv g", "h")
+        for name, pattern in model.layer.blocks[0].layout.patterns.items()
+    }
+    state = dict(model.state)
+    order = torch.arange(sizes["heads"]).roll(1)
+    for template, (name, pattern) in model.legs(model.layer.blocks[0], 0).items():
+        if " g " not in pattern.text:
+            continue
+        loose = pattern.parse(swapped[template])
+        all_sizes = {**sizes, "h": sizes["heads"]}
+        state[name] = act((Permute("h", order),), state[name], loose, all_sizes)
+    change = float((model.outputs(state) - model.base).abs().max())
+    assert change > 1e6 * model.tolerance()
+
+
+# -- reading a configuration ------------------------------------------------------------------
+
+
+class Config(dict):
+    def __getattr__(self, name):
+        if name in self:
+            return self[name]
+        raise AttributeError(name)
+
+
+def llama(**changes):
+    sizes = {
+        "hidden_size": 48,
+        "intermediate_size": 80,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "head_dim": 16,
+    }
+    return Config({**sizes, **changes})
+
+
+def test_head_dim_comes_first_and_may_be_null():
+    family = DATA["llama"]
+    assert family.layer(llama()).sizes["qk"] == 16
+    assert family.layer(llama(head_dim=None)).sizes["qk"] == 12
+
+
+def test_missing_key_value_heads_are_the_query_heads():
+    sizes = DATA["llama"].layer(llama(num_key_value_heads=None)).sizes
+    assert (sizes["kv"], sizes["g"]) == (4, 1)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_key_value_heads": 3}, "heads / kv: 4 is not a multiple of 3"),
+        ({"hidden_size": None}, "size of axis 'e'"),
+        ({"intermediate_size": -1}, "not a positive number"),
+        ({"intermediate_size": True}, "not a positive number"),
+        ({"head_dim": 15}, "15 rotary dimensions"),
+    ],
+)
+def test_bad_sizes_are_named(changes, message):
+    with pytest.raises(LayoutError, match=message):
+        DATA["llama"].layer(llama(**changes))
+
+
+def test_size_expressions():
+    config = {"a": 12, "r": {"f": 0.25}}
+    assert evaluate("a / 4", config, {}) == 3
+    assert evaluate("q * r.f", config, {"q": 96}) == 24
+    assert evaluate("a / b", config, {}) is None
+    with pytest.raises(LayoutError, match="cannot read"):
+        evaluate("a + 1", config, {})
+
+
+def test_query_key_is_left_alone_under_an_unproven_switch():
+    case = tiny.build("phi", qk_layernorm=True)
+    layout = DATA["phi"].layer(case.config).blocks[0].layout
+    assert layout.query_key.freedom == 0
+    assert layout.query_key.sample(1, torch.Generator()).equal(
+        torch.eye(layout.query_key.n, dtype=torch.float64)[None]
+    )
+
+
+def test_a_misspelt_entry_of_a_data_file_is_refused():
+    data = DATA["llama"].model_dump()
+    with pytest.raises(ValueError, match="attension"):
+        Family.model_validate({**data, "attension": {}})
+    with pytest.raises(ValueError, match="sizes of axes"):
+        Family.model_validate({**data, "sizes": {"e": ["hidden_size"]}})
+
+
+def test_unknown_classes_have_no_family():
+    assert find_family("llama", "LlamaForQuestionAnswering") is None
+    assert find_family("unknown", "LlamaForCausalLM") is None

@@ -1,0 +1,113 @@
+"""Merges of tiny models for the tests: folders, configurations, ways to run mergekit."""
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import scramble
+import tiny
+import torch
+import yaml
+from click.testing import CliRunner, Result
+from safetensors.torch import load_file, save_file
+
+QUIET = ("--no-copy-tokenizer", "--no-write-model-card", "--quiet")
+StateDict = dict[str, torch.Tensor]
+
+
+def weights(folder: Path) -> StateDict:
+    """Load all safetensors of a folder."""
+    state: StateDict = {}
+    for file in sorted(folder.glob("*.safetensors")):
+        state |= load_file(file)
+    return state
+
+
+def changed_copy(
+    source: Path, target: Path, change: Callable[[StateDict], StateDict | None]
+) -> Path:
+    """Copy a single-file model with other weights."""
+    shutil.copytree(source, target)
+    state = weights(source)
+    save_file(change(state) or state, target / "model.safetensors", metadata={"format": "pt"})
+    return target
+
+
+def scrambled(case: str, seed: int) -> Callable[[StateDict], StateDict]:
+    """Return a change of coordinates, made by a routine that is not the package's."""
+    family, config = tiny.FAMILIES[case].family, _config(case)
+    return lambda state: scramble.scramble(state, config, family, seed=seed)
+
+
+@cache
+def _config(case: str) -> Any:
+    return tiny.build(case).config
+
+
+class Twins:
+    """A tiny model and scrambled twins of it on disk."""
+
+    def __init__(self, case: str, folder: Path, count: int = 1):
+        self.case = case
+        self.model = tiny.build(case)
+        self.inputs = tiny.inputs(case)
+        self.reference = folder / "reference"
+        tiny.save(self.model, self.reference)
+        self.others = [
+            changed_copy(self.reference, folder / f"twin-{k}", scrambled(case, seed=k + 1))
+            for k in range(count)
+        ]
+
+    def distance(self, merged: Path) -> float:
+        """Largest difference of the merged model's outputs from the reference's."""
+        loaded = type(self.model).from_pretrained(merged, attn_implementation="eager").eval()
+        tiny.restore(self.case, loaded, self.model)
+        change = tiny.outputs(loaded, self.inputs) - tiny.outputs(self.model, self.inputs)
+        return float(change.abs().max())
+
+
+def config(method: str, models: list[Path], weight: float | None = 0.5, **more: Any) -> dict[str, Any]:
+    """Return a configuration in the ``models:`` form."""
+    entries = [
+        {"model": str(model), **({"parameters": {"weight": weight}} if weight is not None else {})}
+        for model in models
+    ]
+    return {"merge_method": method, "models": entries, "dtype": "float32", **more}
+
+
+def write(configuration: Mapping[str, Any] | str, folder: Path) -> Path:
+    """Write a configuration to a YAML file."""
+    file = folder / "config.yml"
+    text = configuration if isinstance(configuration, str) else yaml.safe_dump(dict(configuration))
+    file.write_text(text)
+    return file
+
+
+def merge(configuration: Mapping[str, Any] | str, out: Path, *options: str) -> Result:
+    """Run ``mergekit-yaml`` in this process."""
+    from mergekit.scripts.run_yaml import main
+
+    file = write(configuration, out.parent)
+    return CliRunner().invoke(main, [str(file), str(out), *QUIET, *options])
+
+
+def merged(configuration: Mapping[str, Any] | str, out: Path, *options: str) -> Path:
+    """Run a merge that has to succeed."""
+    result = merge(configuration, out, *options)
+    if result.exception is not None:
+        raise result.exception
+    return out
+
+
+def command(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Run an installed command as a user does."""
+    path = Path(sys.executable).parent / name
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        [str(path), *arguments], capture_output=True, text=True, env=environment, check=False
+    )

@@ -1,0 +1,135 @@
+"""The test support itself: tiny models are exact and reproducible, scrambling changes nothing."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from scramble import PARTS, Sizes, scramble, wrong
+from tiny import FAMILIES, build, exact_outputs, inputs, outputs, restore, save
+
+EXACT = 1e-10
+DIFFERENT = 1e-3
+
+DOUBLE = torch.float64
+
+
+def float64_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
+    """The state dict of a model in float64."""
+    return {
+        name: tensor.to(DOUBLE) if tensor.is_floating_point() else tensor
+        for name, tensor in model.state_dict().items()
+    }
+
+
+@pytest.mark.parametrize("biases", [False, True], ids=["plain", "biases"])
+@pytest.mark.parametrize("case", FAMILIES)
+def test_scramble_keeps_the_function(case: str, biases: bool) -> None:
+    """All parts together and each alone leave the outputs; every mistake changes them."""
+    entry = FAMILIES[case]
+    if biases and not entry.biases:
+        pytest.skip("no optional biases")
+    model, ids = build(case, biases=biases), inputs(case)
+    source = float64_state(model)
+    expected = exact_outputs(model, ids)
+
+    unchanged = scramble(source, model.config, entry.family, parts=())
+    assert all(torch.equal(unchanged[name], source[name]) for name in source)
+
+    for parts in [PARTS, *[{part} for part in PARTS]]:
+        changed = scramble(source, model.config, entry.family, seed=1, parts=parts)
+        assert changed.keys() == source.keys()
+        moved = [name for name in source if not torch.equal(source[name], changed[name])]
+        assert moved
+        difference = (exact_outputs(model, ids, changed) - expected).abs().max()
+        assert difference < EXACT, parts
+
+    for name, changed in wrong(source, model.config, entry.family, seed=1).items():
+        difference = (exact_outputs(model, ids, changed) - expected).norm() / expected.norm()
+        assert difference > DIFFERENT, name
+
+
+def test_mistakes_by_family() -> None:
+    """A mistake is offered where it is one."""
+
+    def mistakes(case: str) -> set[str]:
+        model = build(case)
+        return set(wrong(model, model.config, FAMILIES[case].family))
+
+    always = {"forgotten bias or leg", "neurons without down"}
+    rotary, grouped = {"rotation across pairs"}, {"query heads across groups"}
+    assert mistakes("llama") == always | rotary | grouped
+    assert mistakes("gpt_neox") == always | rotary | {"forgotten value bias"}
+    assert mistakes("bert") == always | {"forgotten value bias"}
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_build_is_reproducible(case: str) -> None:
+    """The seed alone decides, and the global generator is left alone."""
+    before = torch.get_rng_state()
+    first, again, other = build(case), build(case), build(case, seed=1)
+    assert torch.equal(before, torch.get_rng_state())
+    values = [dict(model.named_parameters()) for model in (first, again, other)]
+    for name, tensor in values[0].items():
+        assert torch.equal(tensor, values[1][name])
+        assert not torch.equal(tensor, values[2][name])
+        assert tensor.numel() == 1 or tensor.std() > 0
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_save_and_load(case: str, tmp_path: Path) -> None:
+    """A saved model loads with the same parameters and outputs."""
+    model, ids = build(case), inputs(case)
+    save(model, tmp_path)
+    loaded = type(model).from_pretrained(tmp_path, attn_implementation="eager").eval()
+    torch.testing.assert_close(outputs(loaded, ids), outputs(model, ids), rtol=0, atol=1e-6)
+
+
+def test_float64_exact_ends_with_its_context() -> None:
+    """The model keeps its dtype and casts mean float32 again afterwards."""
+    model, ids = build("llama"), inputs("llama")
+    before = outputs(model, ids)
+    exact = exact_outputs(model, ids)
+    assert (before - exact).abs().max() < 1e-4
+    assert not torch.equal(before, exact)
+    assert torch.equal(outputs(model, ids), before)
+    assert torch.ones(1, dtype=DOUBLE).float().dtype == torch.float32
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+def test_scramble_keeps_dtypes() -> None:
+    """The result has the dtypes of the input and shares no memory with it."""
+    model = build("qwen2", dtype=torch.bfloat16)
+    source = model.state_dict()
+    changed = scramble(model, model.config, "qwen2")
+    for name, tensor in source.items():
+        assert changed[name].dtype == tensor.dtype
+        assert changed[name].data_ptr() != tensor.data_ptr()
+
+
+def test_parts_choose_independently() -> None:
+    """A part makes the same choices alone as it does after the others."""
+    model = build("llama")
+    config = model.config
+    whole = scramble(model, config, "llama", seed=3)
+    neurons = scramble(model, config, "llama", seed=3, parts={"neurons"})
+    moved = [name for name in whole if not torch.equal(neurons[name], model.state_dict()[name])]
+    assert moved and all(".mlp." in name for name in moved)
+    assert all(torch.equal(whole[name], neurons[name]) for name in moved)
+
+
+def test_sizes() -> None:
+    """Sizes come from the config, whichever way it is written."""
+    assert Sizes.of(build("llama").config, "llama") == Sizes(2, 2, 16, 16)
+    assert Sizes.of(build("phi3").config, "phi3") == Sizes(2, 2, 12, 6)
+    assert Sizes.of(build("gemma3").config, "gemma3") == Sizes(2, 2, 16, 16)
+    assert Sizes.of(build("bert").config, "bert") == Sizes(4, 1, 12, 0)
+
+
+def test_restore() -> None:
+    """Tensors that a merge loses come back."""
+    source, merged = build("bert-masked-lm"), build("bert-masked-lm", seed=1)
+    restore("bert-masked-lm", merged, source)
+    name = "cls.predictions.transform.dense.weight"
+    assert torch.equal(merged.state_dict()[name], source.state_dict()[name])
+    name = "bert.embeddings.position_embeddings.weight"
+    assert not torch.equal(merged.state_dict()[name], source.state_dict()[name])

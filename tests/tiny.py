@@ -1,0 +1,331 @@
+"""Tiny random transformers models, evaluated exactly and saved so that mergekit can merge them.
+
+Every size of a model differs from the others (hidden size, heads times head width, MLP width,
+vocabulary), so that a mixed-up axis fails loudly. All randomness comes from seeded generators;
+the global generator is left as it was.
+"""
+
+import contextlib
+import copy
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from torch.overrides import TorchFunctionMode
+from transformers import PretrainedConfig, PreTrainedModel
+
+VOCABULARY = 67
+HIDDEN = 48
+INTERMEDIATE = 80
+LAYERS = 2
+POSITIONS = 32
+LENGTH = 12
+LABELS = 3
+CHOICES = 3
+FIRST_ORDINARY_TOKEN = 3
+"""Token ids below this one are kept for padding, start and end."""
+
+WEIGHT_GAIN = 1.5
+BIAS_STD = 0.5
+NORM_STD = 0.3
+
+
+@dataclass(frozen=True)
+class Case:
+    """One model class of one family, and how to build a tiny model of it."""
+
+    family: str
+    """Name of the layout, the one `scramble` understands."""
+    model_class: type[PreTrainedModel]
+    config_class: type[PretrainedConfig]
+    config: Mapping[str, Any]
+    biases: Mapping[str, Any] = field(default_factory=dict)
+    """Config entries that turn on every optional bias. mergekit drops the extra tensors."""
+    mergeable: bool = True
+    """Whether mergekit 0.1.5 can merge the model at all."""
+    dropped: tuple[str, ...] = ()
+    """Fragments of the names of tensors that a merge by mergekit 0.1.5 loses."""
+
+
+_SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
+_DECODER = _SPECIAL | {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+}
+_GROUPED = _DECODER | {"num_key_value_heads": 2}
+_WIDE_HEADS = _GROUPED | {"head_dim": 16}
+_SOFT_CAPS = {"attn_logit_softcapping": 5.0, "final_logit_softcapping": 10.0}
+_ALTERNATING = {
+    "sliding_window": 6,
+    "layer_types": ["sliding_attention", "full_attention"],
+    "query_pre_attn_scalar": 16,
+}
+_PARTIAL_ROTARY = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "partial_rotary_factor": 0.5,
+    }
+}
+_GPT2 = _SPECIAL | {
+    "vocab_size": VOCABULARY,
+    "n_embd": HIDDEN,
+    "n_inner": INTERMEDIATE,
+    "n_layer": LAYERS,
+    "n_head": 4,
+    "n_positions": POSITIONS,
+    "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0,
+    "attn_pdrop": 0.0,
+}
+_BERT = _DECODER | {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+_ROBERTA = _BERT | {"pad_token_id": 1, "bos_token_id": 0}
+_DISTILBERT = {
+    "vocab_size": VOCABULARY,
+    "dim": HIDDEN,
+    "hidden_dim": INTERMEDIATE,
+    "n_layers": LAYERS,
+    "n_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "dropout": 0.0,
+    "attention_dropout": 0.0,
+    "qa_dropout": 0.0,
+    "seq_classif_dropout": 0.0,
+    "pad_token_id": 0,
+}
+_LABELS = {"num_labels": LABELS}
+_ATTENTION_BIAS = {"attention_bias": True}
+_LLAMA_BIASES = {"attention_bias": True, "mlp_bias": True}
+_MLM_HEAD = ("cls.predictions.transform.",)
+
+
+def _case(family: str, model: str, config: str, entries: Mapping[str, Any], **more: Any) -> Case:
+    """A case from the names of its transformers classes."""
+    return Case(
+        family, getattr(transformers, model), getattr(transformers, config), entries, **more
+    )
+
+
+FAMILIES: dict[str, Case] = {
+    "llama": _case("llama", "LlamaForCausalLM", "LlamaConfig", _WIDE_HEADS, biases=_LLAMA_BIASES),
+    "llama-sequence-classification": _case(
+        "llama",
+        "LlamaForSequenceClassification",
+        "LlamaConfig",
+        _WIDE_HEADS | _LABELS,
+        biases=_LLAMA_BIASES,
+    ),
+    "mistral": _case(
+        "mistral", "MistralForCausalLM", "MistralConfig", _WIDE_HEADS | {"sliding_window": 6}
+    ),
+    "qwen2": _case("qwen2", "Qwen2ForCausalLM", "Qwen2Config", _GROUPED),
+    "qwen3": _case("qwen3", "Qwen3ForCausalLM", "Qwen3Config", _WIDE_HEADS, biases=_ATTENTION_BIAS),
+    "gemma": _case("gemma", "GemmaForCausalLM", "GemmaConfig", _WIDE_HEADS, biases=_ATTENTION_BIAS),
+    "gemma2": _case(
+        "gemma2",
+        "Gemma2ForCausalLM",
+        "Gemma2Config",
+        _WIDE_HEADS | _SOFT_CAPS | _ALTERNATING,
+        biases=_ATTENTION_BIAS,
+    ),
+    "gemma3": _case(
+        "gemma3",
+        "Gemma3ForCausalLM",
+        "Gemma3TextConfig",
+        _WIDE_HEADS | _ALTERNATING,
+        biases=_ATTENTION_BIAS,
+    ),
+    "phi": _case("phi", "PhiForCausalLM", "PhiConfig", _GROUPED | _PARTIAL_ROTARY),
+    "phi3": _case("phi3", "Phi3ForCausalLM", "Phi3Config", _GROUPED | _PARTIAL_ROTARY),
+    "gpt2": _case("gpt2", "GPT2LMHeadModel", "GPT2Config", _GPT2),
+    "gpt2-sequence-classification": _case(
+        "gpt2", "GPT2ForSequenceClassification", "GPT2Config", _GPT2 | _LABELS
+    ),
+    "gpt_neox": _case(
+        "gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", _DECODER | _PARTIAL_ROTARY
+    ),
+    "starcoder2": _case("starcoder2", "Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED),
+    "bert-masked-lm": _case("bert", "BertForMaskedLM", "BertConfig", _BERT, dropped=_MLM_HEAD),
+    "bert-sequence-classification": _case(
+        "bert", "BertForSequenceClassification", "BertConfig", _BERT | _LABELS
+    ),
+    "bert-token-classification": _case(
+        "bert", "BertForTokenClassification", "BertConfig", _BERT | _LABELS
+    ),
+    "bert-multiple-choice": _case("bert", "BertForMultipleChoice", "BertConfig", _BERT),
+    "bert": _case("bert", "BertModel", "BertConfig", _BERT, mergeable=False),
+    "roberta-masked-lm": _case("roberta", "RobertaForMaskedLM", "RobertaConfig", _ROBERTA),
+    "roberta-sequence-classification": _case(
+        "roberta", "RobertaForSequenceClassification", "RobertaConfig", _ROBERTA | _LABELS
+    ),
+    "roberta-token-classification": _case(
+        "roberta", "RobertaForTokenClassification", "RobertaConfig", _ROBERTA | _LABELS
+    ),
+    "distilbert-masked-lm": _case(
+        "distilbert", "DistilBertForMaskedLM", "DistilBertConfig", _DISTILBERT
+    ),
+    "distilbert-sequence-classification": _case(
+        "distilbert",
+        "DistilBertForSequenceClassification",
+        "DistilBertConfig",
+        _DISTILBERT | _LABELS,
+    ),
+    "distilbert-token-classification": _case(
+        "distilbert", "DistilBertForTokenClassification", "DistilBertConfig", _DISTILBERT | _LABELS
+    ),
+}
+
+
+def build(
+    case: str,
+    seed: int = 0,
+    dtype: torch.dtype = torch.float32,
+    biases: bool = False,
+    **config_overrides: Any,
+) -> PreTrainedModel:
+    """A tiny model of a case with random parameters.
+
+    `biases` turns on every optional bias of the config; mergekit drops such tensors, so that is
+    for tests in memory.
+    """
+    entry = FAMILIES[case]
+    entries = {**entry.config, **(entry.biases if biases else {}), **config_overrides}
+    config = entry.config_class(**copy.deepcopy(entries), attn_implementation="eager")
+    with torch.random.fork_rng(devices=[]):
+        model = entry.model_class(config)
+    randomise(model, seed)
+    return model.to(dtype).eval()
+
+
+def randomise(model: PreTrainedModel, seed: int = 0) -> None:
+    """Draw every parameter anew, in state-dict order; tied parameters are drawn once."""
+    generator = torch.Generator().manual_seed(seed)
+    owners = {
+        f"{path}.{name}" if path else name: module
+        for path, module in model.named_modules()
+        for name, _ in module.named_parameters(recurse=False)
+    }
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    seen: set[int] = set()
+    for name in model.state_dict():
+        parameter = parameters.get(name)
+        if parameter is None or id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
+        noise = torch.randn(parameter.shape, generator=generator)
+        kind = type(owners[name]).__name__
+        if name.endswith("bias"):
+            noise = BIAS_STD * noise
+        elif "Norm" in kind:
+            noise = NORM_STD * noise + (0.0 if kind.startswith("Gemma") else 1.0)
+        else:
+            fan_in = parameter.shape[0 if kind == "Conv1D" else -1]
+            noise = WEIGHT_GAIN * fan_in**-0.5 * noise
+        with torch.no_grad():
+            parameter.copy_(noise)
+
+
+def inputs(case: str, seed: int = 0) -> dict[str, torch.Tensor]:
+    """A batch of random ordinary tokens for a case."""
+    choices = (CHOICES,) if case.endswith("multiple-choice") else ()
+    shape = (2, *choices, LENGTH)
+    generator = torch.Generator().manual_seed(seed)
+    ids = torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, shape, generator=generator)
+    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+
+
+def outputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
+    """All logits of a model, or its last hidden state, flattened, as float64."""
+    with torch.no_grad():
+        result = model(**inputs)
+    values = result.logits if "logits" in result else result.last_hidden_state
+    return values.to(torch.float64).flatten()
+
+
+class _Float64(TorchFunctionMode):
+    """Turns every request for float32 into one for float64."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.Tensor.float:
+            func = torch.Tensor.double
+        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
+        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
+        return func(*args, **kwargs)
+
+
+@contextlib.contextmanager
+def float64_exact(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
+    """A float64 copy of a model that, inside the context, is evaluated in float64 throughout.
+
+    transformers casts up to float32 in norms, rotary embeddings and softmax; inside the context
+    these casts go to float64, and the inverse frequencies are computed anew in float64. The given
+    model is not changed. The redirection ends with the context.
+    """
+    exact = copy.deepcopy(model).double().eval()
+    with _Float64():
+        for module in exact.modules():
+            frequencies = [name for name, _ in module.named_buffers(recurse=False)]
+            if not any(name.endswith("inv_freq") for name in frequencies):
+                continue
+            fresh = type(module)(module.config)
+            for name in frequencies:
+                getattr(module, name).copy_(getattr(fresh, name))
+        yield exact
+
+
+def exact_outputs(
+    model: PreTrainedModel,
+    inputs: Mapping[str, torch.Tensor],
+    state_dict: Mapping[str, torch.Tensor] | None = None,
+) -> torch.Tensor:
+    """Outputs in float64, with the tensors of `state_dict`, if given, in place of the model's."""
+    with float64_exact(model) as exact:
+        if state_dict is not None:
+            exact.load_state_dict(state_dict)
+        return outputs(exact, inputs)
+
+
+def save(model: PreTrainedModel, folder: str | Path, **kwargs: Any) -> None:
+    """Save a model as safetensors, with the further tensors that mergekit insists on."""
+    model.save_pretrained(folder, state_dict={**model.state_dict(), **_demanded(model)}, **kwargs)
+
+
+def restore(case: str, merged: PreTrainedModel, source: PreTrainedModel) -> None:
+    """Copy the tensors that mergekit loses from one of the merged models into the merge."""
+    tensors = merged.state_dict()
+    with torch.no_grad():
+        for name, value in source.state_dict().items():
+            if any(fragment in name for fragment in FAMILIES[case].dropped):
+                tensors[name].copy_(value)
+
+
+def _demanded(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Tensors of older checkpoints that mergekit's definition of a family still demands."""
+    config = model.config
+    if config.model_type == "gpt_neox":
+        length = config.max_position_embeddings
+        demanded = {}
+        for layer in range(config.num_hidden_layers):
+            prefix = f"gpt_neox.layers.{layer}.attention."
+            mask = torch.ones(length, length, dtype=torch.bool).tril()
+            demanded[prefix + "bias"] = mask.view(1, 1, length, length)
+            demanded[prefix + "masked_bias"] = torch.tensor(-1e9)
+            demanded[prefix + "rotary_emb.inv_freq"] = model.gpt_neox.rotary_emb.inv_freq.clone()
+        return demanded
+    if type(model).__name__ == "BertForMaskedLM" and model.bert.pooler is None:
+        size = config.hidden_size
+        generator = torch.Generator().manual_seed(0)
+        return {
+            "bert.pooler.dense.weight": torch.randn(size, size, generator=generator),
+            "bert.pooler.dense.bias": torch.randn(size, generator=generator),
+        }
+    return {}
