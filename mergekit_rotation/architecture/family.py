@@ -140,7 +140,9 @@ class Family(_Data):
 
     @field_validator("sizes")
     @classmethod
-    def _name_every_axis(cls, sizes: Mapping[str, tuple[str, ...]]) -> Mapping[str, tuple[str, ...]]:
+    def _name_every_axis(
+        cls, sizes: Mapping[str, tuple[str, ...]]
+    ) -> Mapping[str, tuple[str, ...]]:
         missing = {"kv", "qk", "vo", "f", "e"} - set(sizes)
         if missing:
             raise ValueError(f"sizes of axes {sorted(missing)} are missing")

@@ -13,7 +13,12 @@ from transformers import PretrainedConfig
 from mergekit_rotation.graph.errors import RotationError
 
 #: dtypes whose tensors are weights that can be moved, as safetensors headers spell them
-FLOATING = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+FLOATING = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 
 class Checkpoint:

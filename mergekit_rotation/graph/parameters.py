@@ -145,7 +145,9 @@ def resolve_switch(
     """
     sources = tuple(reader.parameter_sources(model))
     answers = {
-        tensor: resolve_parameter(_SPECS[name], sources, tensor_name=tensor, t=reader.t, model=model)
+        tensor: resolve_parameter(
+            _SPECS[name], sources, tensor_name=tensor, t=reader.t, model=model
+        )
         for tensor in tensors
     }
     if len(set(answers.values())) > 1:

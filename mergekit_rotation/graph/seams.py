@@ -219,7 +219,12 @@ def guard_merge() -> None:
 
 
 def _run_merge(
-    original: Callable[..., Any], merge_config: Any, out_path: str, options: Any, *args: Any, **kw: Any
+    original: Callable[..., Any],
+    merge_config: Any,
+    out_path: str,
+    options: Any,
+    *args: Any,
+    **kw: Any,
 ) -> Any:
     from mergekit_rotation.graph import methods, run
 

@@ -7,7 +7,7 @@ import torch
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.graph import Task
 from mergekit.io.tasks import GatherTensors, LoadTensor
-from pydantic import BaseModel
+from pydantic import BaseModel, ConfigDict
 
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.checkpoints import FLOATING
@@ -30,7 +30,7 @@ from mergekit_rotation.symmetry import (
 )
 
 
-class CheckedLoad(LoadTensor, frozen=True):
+class CheckedLoad(LoadTensor):
     """Load a tensor as mergekit does, and refuse what must not be merged.
 
     Attributes
@@ -75,13 +75,15 @@ class Leg(BaseModel, frozen=True):
     dtype: str | None = None
 
 
-class AlignBlock(Task[dict[str, torch.Tensor]], frozen=True, arbitrary_types_allowed=True):
+class AlignBlock(Task[dict[str, torch.Tensor]]):
     """Move one block (attention or neurons) of one layer to the reference.
 
     Returns the moved tensors by leg name, cast once to the dtype that the merge asks for. Where
     the other model's block equals the reference's, or nothing improves, the tensors that were
     loaded are handed on as they are.
     """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True)
 
     block: str
     layer: str
@@ -122,9 +124,7 @@ class AlignBlock(Task[dict[str, torch.Tensor]], frozen=True, arbitrary_types_all
                 reference=str(self.legs[0].reference.model),
                 block=self.block,
                 layer=self.layer,
-                moved=tuple(
-                    ("~" if isinstance(e, Sign) else "") + e.axis for e in transformation
-                ),
+                moved=tuple(("~" if isinstance(e, Sign) else "") + e.axis for e in transformation),
                 before=distances[0],
                 after=distances[1],
                 scale=distances[2],
@@ -212,7 +212,7 @@ class Input(BaseModel, frozen=True):
     dtype: str | None = None
 
 
-class GatherAligned(GatherTensors, frozen=True):
+class GatherAligned(GatherTensors):
     """`GatherTensors` whose inputs may have been moved."""
 
     inputs: tuple[Input, ...]
@@ -241,7 +241,7 @@ class GatherAligned(GatherTensors, frozen=True):
         return result
 
 
-class GatherChecked(GatherTensors, frozen=True):
+class GatherChecked(GatherTensors):
     """`GatherTensors` that refuses damaged inputs."""
 
     after: tuple[AlignBlock, ...] = ()

@@ -14,7 +14,7 @@ signed permutation of ``f``; plain ``f`` takes the permutation alone.
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from math import prod
 
 import torch
@@ -72,7 +72,7 @@ class Pattern:
     dims: tuple[tuple[Factor, ...], ...]
 
     @staticmethod
-    @lru_cache(maxsize=None)
+    @cache
     def parse(text: str) -> "Pattern":
         """Read a pattern.
 
@@ -160,7 +160,7 @@ class _Parser:
 
     def __init__(self, text: str) -> None:
         self.text = text
-        self.tokens = _TOKEN.findall(text)
+        self.tokens: list[str] = _TOKEN.findall(text)
         if "".join(self.tokens) != re.sub(r"\s", "", text) or not self.tokens:
             raise PatternError(f"cannot read axis pattern {text!r}")
 

@@ -82,7 +82,8 @@ class Group(ABC):
 
 def inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     """Frobenius inner product over the last two dimensions."""
-    return (a * b).sum(dim=(-2, -1))
+    result: torch.Tensor = (a * b).sum(dim=(-2, -1))
+    return result
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,8 @@ class Orthogonal(Group):
 
     def bound(self, gram: torch.Tensor) -> torch.Tensor:
         # Cauchy-Schwarz on the singular values: nuclear norm <= sqrt(n) Frobenius norm.
-        return self.n**0.5 * gram.square().sum(dim=(-2, -1)).sqrt()
+        bound: torch.Tensor = self.n**0.5 * gram.square().sum(dim=(-2, -1)).sqrt()
+        return bound
 
     def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         normal = torch.randn(batch, self.n, self.n, dtype=torch.float64, generator=generator)
@@ -208,7 +210,8 @@ class PlaneRotations(_Planes):
 @dataclass(frozen=True)
 class PlaneSigns(_Planes):
     """One sign per frequency pair: what commutes with rotary embedding *and* with a shared
-    RMS norm of queries and keys whose weights differ inside the pairs (QK-norm)."""
+    RMS norm of queries and keys whose weights differ inside the pairs (QK-norm).
+    """
 
     exact = True
     freedom = 0

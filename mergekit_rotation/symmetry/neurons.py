@@ -105,9 +105,7 @@ def _rows(piece: Piece) -> torch.Tensor:
     return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
 
 
-def _accumulate(
-    score: torch.Tensor | None, a: Piece, b: Piece, work: torch.dtype
-) -> torch.Tensor:
+def _accumulate(score: torch.Tensor | None, a: Piece, b: Piece, work: torch.dtype) -> torch.Tensor:
     x, y = _rows(a).to(work), _rows(b).to(work)
     return x @ y.mT if score is None else score.addmm_(x, y.mT)
 

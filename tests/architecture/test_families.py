@@ -5,8 +5,9 @@ float64; each leg that is forgotten, and each group that is too large, has to ch
 """
 
 import pytest
-import tiny
 import torch
+
+import tiny
 from mergekit_rotation.architecture import Family, LayoutError, all_families, find_family
 from mergekit_rotation.architecture.sizes import evaluate
 from mergekit_rotation.symmetry import (
@@ -109,12 +110,16 @@ def test_every_data_file_is_proven():
 
 def test_every_class_of_a_family_that_mergekit_merges_is_built():
     built = {type_.__name__ for type_ in (c.model_class for c in tiny.FAMILIES.values())}
-    declared = {name for family in DATA.values() for names in family.models.values() for name in names}
+    declared = {
+        name for family in DATA.values() for names in family.models.values() for name in names
+    }
     alias_or_bare = {"LLaMaForCausalLM", "RobertaModel", "DistilBertModel"}
     assert declared - built == alias_or_bare
 
 
-@pytest.mark.parametrize("parts", [("heads",), ("qk",), ("vo",), ("f",), ("heads", "qk", "vo", "f")])
+@pytest.mark.parametrize(
+    "parts", [("heads",), ("qk",), ("vo",), ("f",), ("heads", "qk", "vo", "f")]
+)
 def test_random_elements_leave_the_function_unchanged(model, parts):
     change = model.change(lambda block, index: element(block, index, parts))
     assert change <= model.tolerance()

@@ -4,10 +4,11 @@ import json
 import shutil
 
 import pytest
-import tiny
 import torch
-from merging import Twins, changed_copy, config, merge, merged, weights
 from safetensors.torch import save_file
+
+import tiny
+from merging import Twins, changed_copy, config, merge, merged, weights
 
 Q = "model.layers.1.self_attn.q_proj.weight"
 
@@ -77,7 +78,12 @@ def test_missing_norm(twins, tmp_path):
 
 @pytest.mark.parametrize(
     ("dtype", "stored"),
-    [(torch.uint8, "U8"), (torch.int8, "I8"), (torch.int32, "I32"), (torch.float8_e4m3fn, "F8_E4M3")],
+    [
+        (torch.uint8, "U8"),
+        (torch.int8, "I8"),
+        (torch.int32, "I32"),
+        (torch.float8_e4m3fn, "F8_E4M3"),
+    ],
 )
 def test_integer_and_fp8_tensors(twins, tmp_path, dtype, stored):
     other = changed_copy(
@@ -101,9 +107,7 @@ def test_packed_tensor(twins, tmp_path):
 
 def test_tensor_of_another_shape_than_the_config_says(twins, tmp_path):
     other = changed_copy(twins.others[0], tmp_path / "b", lambda s: {**s, Q: s[Q][:32].clone()})
-    refused(
-        [twins.reference, other], tmp_path / "out", Q, "[32, 48]", "config demands [64, 48]"
-    )
+    refused([twins.reference, other], tmp_path / "out", Q, "[32, 48]", "config demands [64, 48]")
     assert nothing_written(tmp_path / "out")
 
 

@@ -1,16 +1,14 @@
 """A twin in other coordinates merges with its origin, through the real command."""
 
 import pytest
+
 import tiny
-from merging import QUIET, Twins, command, config, merged, write
 from mergekit_rotation.architecture import all_families
+from merging import QUIET, Twins, command, config, merged, write
 
 MERGEABLE = [name for name, case in tiny.FAMILIES.items() if case.mergeable]
 #: one class of every family through the installed command, the others in this process
-FIRST = {
-    tiny.FAMILIES[name].family: name
-    for name in reversed(MERGEABLE)
-}
+FIRST = {tiny.FAMILIES[name].family: name for name in reversed(MERGEABLE)}
 
 
 def test_every_family_is_merged():

@@ -4,6 +4,7 @@ import pytest
 import torch
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import TensorGroup
+
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.methods import AlignedMethod, names, register_twins
 from merging import Twins, changed_copy, config, merged, weights
@@ -98,7 +99,9 @@ def test_a_twin_refuses_to_merge_tensors_without_an_architecture():
 
 def test_rotation_align_moves_one_model_and_keeps_its_config(twins, tmp_path):
     other = changed_copy(twins.others[0], tmp_path / "other", lambda state: state)
-    settings = (other / "config.json").read_text().replace('"rope_theta": 10000', '"rope_theta": 5000')
+    settings = (
+        (other / "config.json").read_text().replace('"rope_theta": 10000', '"rope_theta": 5000')
+    )
     (other / "config.json").write_text(settings)
     out = merged(
         config(

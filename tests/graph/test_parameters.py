@@ -3,6 +3,7 @@
 import pytest
 import torch
 from mergekit.config import MergeConfiguration
+
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.parameters import RESERVED
@@ -42,7 +43,10 @@ def test_accepted(text):
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("parameters: {align_head: false}", "unknown parameter parameters.align_head; did you mean 'align_heads'"),
+        (
+            "parameters: {align_head: false}",
+            "unknown parameter parameters.align_head; did you mean 'align_heads'",
+        ),
         ("parameters: {aling_heads: false}", "did you mean 'align_heads'"),
         ("parameters: {align_keys: false}", "unknown parameter parameters.align_keys"),
         ("parameters: {align_heads: 0}", "align_heads: write true or false, not 0"),
@@ -56,7 +60,10 @@ def test_accepted(text):
         ("parameters: {align_reference: 3}", "write the path of one model"),
         ("parameters: {align_reference: null}", "write the path of one model"),
         ("parameters: {align_reference: [a, b]}", "write the path of one model"),
-        ("align_heads: false", "align_heads stands where mergekit drops it; write it under parameters:"),
+        (
+            "align_heads: false",
+            "align_heads stands where mergekit drops it; write it under parameters:",
+        ),
         ("tokenizer: {align_heads: false}", "tokenizer.align_heads stands where mergekit drops it"),
         ("method: rotation_linear", "say the same"),
     ],
@@ -144,8 +151,16 @@ def moved_axes(twins, out, parameters, **more):
         ({"align_neurons": False}, {"kv", "g", "qk", "vo"}),
         ({"align_query_key": False}, {"kv", "g", "vo", "f", "~f"}),
         ({"align_value_output": False}, {"kv", "g", "qk", "f", "~f"}),
-        ({"align_neurons": [{"filter": "mlp", "value": False}, {"value": True}]}, {"kv", "g", "qk", "vo"}),
-        (dict.fromkeys(["align_heads", "align_neurons", "align_query_key", "align_value_output"], False), set()),
+        (
+            {"align_neurons": [{"filter": "mlp", "value": False}, {"value": True}]},
+            {"kv", "g", "qk", "vo"},
+        ),
+        (
+            dict.fromkeys(
+                ["align_heads", "align_neurons", "align_query_key", "align_value_output"], False
+            ),
+            set(),
+        ),
     ],
 )
 def test_switches(twins, tmp_path, parameters, axes):
@@ -161,7 +176,12 @@ def test_a_gradient_switches_layers(twins, tmp_path):
 
 
 def test_switch_of_one_input(twins, tmp_path):
-    off = {"align_heads": False, "align_neurons": False, "align_query_key": False, "align_value_output": False}
+    off = {
+        "align_heads": False,
+        "align_neurons": False,
+        "align_query_key": False,
+        "align_value_output": False,
+    }
     raw = config("rotation_linear", [twins.reference, *twins.others])
     raw["models"][1]["parameters"].update(off)
     merged(raw, tmp_path / "out")
@@ -191,7 +211,9 @@ def test_reference_is_explicit_then_base_then_first(twins, tmp_path):
 
 
 def test_the_reference_is_not_moved(twins, tmp_path):
-    raw = config("rotation_task_arithmetic", [*twins.others], weight=0.0, base_model=str(twins.reference))
+    raw = config(
+        "rotation_task_arithmetic", [*twins.others], weight=0.0, base_model=str(twins.reference)
+    )
     out = merged(raw, tmp_path / "out")
     reference = weights(twins.reference)
     assert all(torch.equal(tensor, reference[name]) for name, tensor in weights(out).items())

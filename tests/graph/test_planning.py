@@ -3,7 +3,6 @@
 import json
 
 import pytest
-import tiny
 import torch
 from mergekit.architecture import get_architecture_info
 from mergekit.config import MergeConfiguration
@@ -12,6 +11,8 @@ from mergekit.io.tasks import LoaderCache, LoadTensor
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
+
+import tiny
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.tasks import AlignBlock
 from merging import Twins, changed_copy, config, merged, scrambled, weights
@@ -56,7 +57,9 @@ def test_tensors_are_merged_in_mergekits_order(case, tmp_path):
     ours, _ = schedule(config("rotation_linear", models), tmp_path / "ours")
     plain, _ = schedule(config("linear", models), tmp_path / "plain")
     assert merges(ours) == merges(plain)
-    assert not any(t.method_name.startswith("rotation") for t in ours if isinstance(t, ExecuteMergeMethodTask))
+    assert not any(
+        t.method_name.startswith("rotation") for t in ours if isinstance(t, ExecuteMergeMethodTask)
+    )
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2"])
@@ -76,7 +79,9 @@ def test_about_one_layer_of_each_model_is_resident(case, tmp_path):
 def test_every_leg_is_read_once(tmp_path):
     models = deep("llama", tmp_path, 2)
     tasks, _ = schedule(config("rotation_linear", models), tmp_path / "out")
-    reads = [(t.model, t.tensor) for t in tasks if isinstance(t, LoadTensor) and "layers" in t.tensor]
+    reads = [
+        (t.model, t.tensor) for t in tasks if isinstance(t, LoadTensor) and "layers" in t.tensor
+    ]
     assert len(reads) == len(set(reads))
 
 
@@ -114,13 +119,28 @@ def test_dtypes_and_names_are_those_of_the_plain_method(twins, tmp_path, stored,
     assert configs[0] == configs[1]
     # The twin was stored in float32 and rotated in float32 or better (row sums of length n);
     # then moved, merged and saved tensors are rounded once each.
-    rounded = [torch.float32, stored, *(getattr(torch, name) for name in (dtype, out_dtype) if name)]
+    rounded = [
+        torch.float32,
+        stored,
+        *(getattr(torch, name) for name in (dtype, out_dtype) if name),
+    ]
     eps = max(torch.finfo(d).eps for d in rounded)
     for name, tensor in weights(models[0]).items():
         n = tensor.shape[-1]
         bound = 4 * eps + 4 * n * torch.finfo(torch.float32).eps
         change = (ours[name].double() - tensor.double()).norm()
         assert float(change) <= bound * float(tensor.double().norm()), name
+
+
+def test_inputs_of_different_dtypes(twins, tmp_path):
+    half = changed_copy(
+        twins.others[0], tmp_path / "half", lambda s: {n: t.half() for n, t in s.items()}
+    )
+    out = merged(config("rotation_linear", [twins.reference, half]), tmp_path / "out")
+    for name, tensor in weights(twins.reference).items():
+        change = float((weights(out)[name] - tensor).norm())
+        bound = torch.finfo(torch.float16).eps + 4 * tensor.shape[-1] * 2.0**-23
+        assert change <= bound * float(tensor.norm()), name
 
 
 def layers_of(state):
@@ -132,6 +152,7 @@ def test_slices_align_each_pair_of_layers(tmp_path):
     model = tiny.build("llama")
     tiny.save(model, tmp_path / "a")
     a = weights(tmp_path / "a")
+
     # The other model holds the reference's two layers in the opposite order, scrambled.
     def swap(state):
         state = scrambled("llama", seed=5)(state)
@@ -146,7 +167,11 @@ def test_slices_align_each_pair_of_layers(tmp_path):
     slices = [
         {
             "sources": [
-                {"model": str(tmp_path / "a"), "layer_range": [i, i + 1], "parameters": {"weight": 0.5}},
+                {
+                    "model": str(tmp_path / "a"),
+                    "layer_range": [i, i + 1],
+                    "parameters": {"weight": 0.5},
+                },
                 {"model": str(b), "layer_range": [1 - i, 2 - i], "parameters": {"weight": 0.5}},
             ]
         }
@@ -167,7 +192,11 @@ def test_a_frankenmerge_of_single_sources_is_untouched(twins, tmp_path):
     ]
     outputs = [
         merged(
-            {"merge_method": method, "slices": [{"sources": [s]} for s in sources], "dtype": "float32"},
+            {
+                "merge_method": method,
+                "slices": [{"sources": [s]} for s in sources],
+                "dtype": "float32",
+            },
             tmp_path / method,
             "--clone-tensors",
         )
@@ -219,6 +248,7 @@ def test_alignment_never_increases_the_distance(tmp_path):
 def test_the_summary_is_shown_unless_quiet(twins, tmp_path):
     from click.testing import CliRunner
     from mergekit.scripts.run_yaml import main
+
     from merging import write
 
     file = write(config("rotation_linear", [twins.reference, twins.others[0]]), tmp_path)

@@ -10,12 +10,13 @@ import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ImmutableMap, ModelReference
 from mergekit.config import MergeConfiguration
-from mergekit.io.tasks import GatherTensors, LoadTensor
+from mergekit.io.tasks import LoadTensor
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.plan import MergePlanner
 from mergekit.tokenizer import BuildTokenizer, PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
+
 from mergekit_rotation.graph import seams
 from mergekit_rotation.graph.tasks import CheckedLoad, GatherAligned, GatherChecked, Input, checked
 
@@ -144,7 +145,9 @@ def test_parameters_of_ours_never_reach_a_kernel():
         assert not any(p.name.startswith("align_") for p in method.spec.parameters)
 
 
-@pytest.mark.parametrize("seam", sorted({"register_methods", "read_config", "plan_alignment", "guard_merge"}))
+@pytest.mark.parametrize(
+    "seam", sorted({"register_methods", "read_config", "plan_alignment", "guard_merge"})
+)
 def test_completing_a_module_again_changes_nothing(seam):
     before = (
         registry.registered_methods(),

@@ -1,0 +1,290 @@
+"""The tasks of one output layer: what is loaded, moved and handed to mergekit's method."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+from mergekit.architecture import WeightInfo
+from mergekit.common import ModelReference
+from mergekit.config import ConfigReader, InputSliceDefinition
+from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
+from mergekit.tokenizer import PermutedVocabulary
+from mergekit.tokenizer.truncate import TruncatedVocabulary
+
+from mergekit_rotation.architecture import Block, Family
+from mergekit_rotation.graph import parameters
+from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.layout import Unsupported, check_header, check_same_layout
+from mergekit_rotation.graph.tasks import (
+    AlignBlock,
+    CheckedLoad,
+    GatherAligned,
+    GatherChecked,
+    Input,
+    Leg,
+)
+from mergekit_rotation.symmetry import AttentionLayout, Pattern
+
+if TYPE_CHECKING:
+    from mergekit_rotation.graph.planning import Alignment
+
+Entry = tuple[WeightInfo, ExecuteMergeMethodTask]
+
+
+class LayerPlan:
+    """Alignment of one output layer."""
+
+    def __init__(
+        self,
+        alignment: Alignment,
+        entries: Sequence[Entry],
+        sources: Sequence[InputSliceDefinition],
+        layer_offset: int,
+        index: int,
+        reader: ConfigReader,
+        module_name: str,
+    ):
+        self.alignment = alignment
+        self.entries = {weight.name: (weight, task) for weight, task in entries}
+        self.order = list(entries)
+        self.sources = sources
+        self.offset = layer_offset
+        self.index = index
+        self.reader = reader
+        self.module = module_name
+        definition = alignment.planner.arch_info.modules[module_name]
+        self.prefix = definition.weight_prefix or ""
+
+    def align(self, reference: ModelReference, others: Sequence[ModelReference]) -> list[Entry]:
+        inputs: dict[tuple[str, ModelReference], Input] = {}
+        for other in others:
+            try:
+                inputs |= self._pair(reference, other)
+            except Unsupported as problem:
+                self._refuse_or_skip(other, problem)
+        return [
+            (weight, self._rewrite(weight, task, reference, inputs)) for weight, task in self.order
+        ]
+
+    def _refuse_or_skip(self, other: ModelReference, problem: Unsupported) -> None:
+        first = self.order[0][0].name if self.order else ""
+        choice = parameters.resolve_choice("align_unsupported", self.reader, other, first)
+        if choice != "skip":
+            raise RotationError(f"{problem}, or set align_unsupported: skip to merge it unaligned")
+        self.alignment.warn_once(f"not aligned: {problem}")
+
+    # -- one pair of models -----------------------------------------------------------------
+
+    def _pair(
+        self, reference: ModelReference, other: ModelReference
+    ) -> dict[tuple[str, ModelReference], Input]:
+        checkpoint = self.alignment.checkpoint
+        family, layer = check_same_layout(checkpoint(reference), checkpoint(other))
+        inputs: dict[tuple[str, ModelReference], Input] = {}
+        for block in layer.blocks:
+            names = self._leg_names(family, block, (reference, other))
+            legs = tuple(
+                Leg(
+                    name=name,
+                    pattern=block.layout.patterns[template].text,
+                    reference=self._load(name, reference),
+                    other=self._load(name, other),
+                    dtype=self._dtype(name),
+                )
+                for template, name in names.items()
+            )
+            task = self._block(block, legs, other)
+            if task is None:
+                continue
+            for leg in legs:
+                for load in (leg.reference, leg.other):
+                    check_header(checkpoint(load.model), load, leg.pattern, layer)
+                inputs[leg.name, other] = Input(model=other, task=task, leg=leg.name)
+        return inputs
+
+    def _leg_names(
+        self, family: Family, block: Block, models: Sequence[ModelReference]
+    ) -> dict[str, str]:
+        """Map the block's templates to the planned output tensors, prefixed as planned."""
+        names: dict[str, str] = {}
+        for template in block.layout.patterns:
+            local = template.replace("${layer_index}", str(self.index))
+            found = [
+                name
+                for prefix in family.prefixes
+                if (name := self.prefix + prefix + local) in self.entries
+            ]
+            if found:
+                names[template] = found[0]
+            elif template not in block.optional:
+                raise Unsupported(
+                    f"{models[1]}: mergekit does not plan the tensor {local}, which moves with "
+                    "the rest of its layer; use the method without rotation_"
+                )
+            else:
+                self._warn_if_lost(family, template, models)
+        return names
+
+    def _warn_if_lost(
+        self, family: Family, template: str, models: Sequence[ModelReference]
+    ) -> None:
+        for model in models:
+            stored = self.alignment.checkpoint(model).index.tensor_paths
+            for prefix in family.prefixes:
+                name = self.prefix + prefix + template.replace("${layer_index}", "0")
+                if name in stored:
+                    self.alignment.warn_once(
+                        f"{model}: mergekit's definition of this architecture has no "
+                        f"{prefix + template}; these tensors will be lost in the output, with or "
+                        "without alignment"
+                    )
+
+    def _load(self, name: str, model: ModelReference) -> CheckedLoad:
+        """Load a leg in its own dtype: it is cast once, after it has been moved."""
+        info = self._weight(name, model)
+        options = self.alignment.planner.options
+        load = CheckedLoad(
+            model=model,
+            tensor=info.name,
+            device=options.device if options.read_to_gpu else None,
+            optional=info.optional,
+            aliases=info.aliases,
+            tied_names=info.tied_names,
+            label=self._label(name),
+            leg=True,
+        )
+        self.alignment.check_present(load)
+        return load
+
+    def _weight(self, name: str, model: ModelReference) -> WeightInfo:
+        """Return mergekit's description of a model's input to an output tensor."""
+        gather = unwrap(self.entries[name][1])
+        if model in gather.weight_info.keys():
+            info: WeightInfo = gather.weight_info[model]
+            return info
+        # A reference that is no input of the merge: the same layer as the first source.
+        position = [entry[0].name for entry in self.order].index(name)
+        weights = self._layer_weights(model)
+        return weights[position]
+
+    def _layer_weights(self, model: ModelReference) -> list[WeightInfo]:
+        module = self.alignment.planner._model_arch(model).get_module(self.module)
+        index = self.sources[0].layer_range[0] + self.offset
+        if index >= module.num_layers():
+            raise Unsupported(
+                f"{model}: has {module.num_layers()} layers, but layer {index} is asked for; "
+                "choose another align_reference"
+            )
+        planned = {weight.name for weight, _ in self.order}
+        every = self.alignment.planner._out_module_arch(self.module).layer_weights(index=self.index)
+        mine = module.layer_weights(index=index)
+        return [m for m, out in zip(mine, every, strict=True) if out.name in planned]
+
+    def _dtype(self, name: str) -> str | None:
+        weight, task = self.entries[name]
+        dtype: str | None = weight.force_dtype or unwrap(task).dtype
+        return dtype
+
+    def _label(self, name: str) -> str:
+        """Label of everything that belongs to one output tensor: what stock would use."""
+        _, task = self.entries[name]
+        return str(unwrap(task).group_label())
+
+    def _block(self, block: Block, legs: Sequence[Leg], other: ModelReference) -> AlignBlock | None:
+        """Return the task that moves a block, or None where all its symmetries are off."""
+        layout = block.layout
+
+        def ask(name: str, axis: str | None = None) -> bool:
+            tensors = [
+                leg.other.tensor
+                for leg in legs
+                if axis is None or axis in Pattern.parse(leg.pattern).axes
+            ]
+            return parameters.resolve_switch(name, self.reader, other, tensors)
+
+        common: dict[str, Any] = {
+            "block": block.kind,
+            "layer": f"{self.module}.{self.index}",
+            "label": min(self._label(leg.name) for leg in legs),
+            "legs": tuple(legs),
+            "sizes": tuple(layout.sizes.items()),
+        }
+        if not isinstance(layout, AttentionLayout):
+            return AlignBlock(**common) if ask("align_neurons") else None
+        switches = {
+            "use_query_key": ask("align_query_key", "qk"),
+            "use_value_output": ask("align_value_output", "vo"),
+            "use_heads": ask("align_heads"),
+        }
+        if not any(switches.values()):
+            return None
+        return AlignBlock(
+            **common, **switches, query_key=layout.query_key, value_output=layout.value_output
+        )
+
+    # -- rewriting --------------------------------------------------------------------------
+
+    def _rewrite(
+        self,
+        weight: WeightInfo,
+        task: ExecuteMergeMethodTask,
+        reference: ModelReference,
+        inputs: dict[tuple[str, ModelReference], Input],
+    ) -> ExecuteMergeMethodTask:
+        gather = unwrap(task)
+        label = self._label(weight.name)
+        after = self._after(weight.name, label, inputs)
+        if not any(name == weight.name for name, _ in inputs):
+            waiting = GatherChecked(
+                weight_info=gather.weight_info,
+                dtype=gather.dtype,
+                device=gather.device,
+                after=after,
+            )
+            return rewrap(task, waiting)
+        members = []
+        for model in gather.weight_info.keys():
+            moved = inputs.get((weight.name, model))
+            if moved is None:
+                load = self._load(weight.name, model)
+                moved = Input(model=model, task=load, dtype=self._dtype(weight.name))
+            members.append(moved)
+        aligned = GatherAligned(
+            weight_info=gather.weight_info,
+            dtype=gather.dtype,
+            device=gather.device,
+            inputs=tuple(members),
+            label=label,
+            after=after,
+        )
+        return rewrap(task, aligned)
+
+    def _after(
+        self, name: str, label: str, inputs: dict[tuple[str, ModelReference], Input]
+    ) -> tuple[AlignBlock, ...]:
+        """Return the blocks whose first tensor mergekit merges before this one."""
+        blocks = dict.fromkeys(i.task for i in inputs.values() if isinstance(i.task, AlignBlock))
+        return tuple(
+            block
+            for block in blocks
+            if block.label is not None
+            and block.label < label <= max(self._label(leg.name) for leg in block.legs)
+            and all(leg.name != name for leg in block.legs)
+        )
+
+
+def unwrap(task: ExecuteMergeMethodTask) -> Any:
+    """Return the gathering inside a planned task, below any handling of the vocabulary."""
+    gather = task.gather_tensors
+    if isinstance(gather, PermutedVocabulary | TruncatedVocabulary):
+        return gather.gather_tensors
+    return gather
+
+
+def rewrap(task: ExecuteMergeMethodTask, gather: Any) -> ExecuteMergeMethodTask:
+    """Return a planned task with another gathering in the place of `unwrap`'s."""
+    outer = task.gather_tensors
+    if isinstance(outer, PermutedVocabulary | TruncatedVocabulary):
+        gather = outer.model_copy(update={"gather_tensors": gather})
+    return task.model_copy(update={"gather_tensors": gather})

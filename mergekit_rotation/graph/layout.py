@@ -1,0 +1,87 @@
+"""Whether two checkpoints have layers that can be aligned: families, sizes, file headers."""
+
+from mergekit_rotation.architecture import Family, Layer, LayoutError, find_family, supported
+from mergekit_rotation.graph.checkpoints import FLOATING, Checkpoint
+from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.tasks import CheckedLoad
+from mergekit_rotation.symmetry import Pattern
+
+
+class Unsupported(Exception):
+    """A model or layer that does not fit the reference; the message names the remedy."""
+
+
+def layout_of(checkpoint: Checkpoint) -> tuple[Family, Layer]:
+    """Return the family of a model and the layout of its layers.
+
+    Raises
+    ------
+    Unsupported
+        If there is no data file for its class, or its configuration contradicts itself.
+    """
+    config = checkpoint.config
+    classes = list(getattr(config, "architectures", None) or ["?"])
+    family = find_family(config.model_type, classes[0])
+    if family is None:
+        raise Unsupported(
+            f"{checkpoint.model}: no symmetries are known for {classes[0]} ({config.model_type}); "
+            f"supported are {', '.join(supported())}; use the method without rotation_"
+        )
+    try:
+        return family, family.layer(config)
+    except LayoutError as problem:
+        raise Unsupported(f"{checkpoint.model}: {problem}; repair its config.json") from problem
+
+
+def check_same_layout(reference: Checkpoint, other: Checkpoint) -> tuple[Family, Layer]:
+    """Return the layout of the reference if the other model has the same.
+
+    Raises
+    ------
+    Unsupported
+        Naming the first size that differs.
+    """
+    family, ours = layout_of(reference)
+    _, theirs = layout_of(other)
+    for axis, size in ours.sizes.items():
+        if theirs.sizes.get(axis) != size:
+            raise Unsupported(
+                f"{other.model}: {family.size_names[axis]} is {theirs.sizes.get(axis)}, but {size} "
+                f"in the reference {reference.model}, and layers of different shape cannot be "
+                "aligned; remove the model"
+            )
+    for a, b in zip(ours.blocks, theirs.blocks, strict=True):
+        if a.layout != b.layout:
+            raise Unsupported(
+                f"{other.model}: its {a.kind} are laid out differently from those of the "
+                f"reference {reference.model}; remove the model"
+            )
+    return family, ours
+
+
+def check_header(checkpoint: Checkpoint, load: CheckedLoad, pattern: str, layer: Layer) -> None:
+    """Check what a file header tells of a tensor that will be moved.
+
+    Raises
+    ------
+    RotationError
+        If it is not stored in floating point.
+    Unsupported
+        If it does not have the shape that the configuration demands.
+    """
+    name = checkpoint.resolve(load)
+    header = checkpoint.header(name) if name is not None else None
+    if header is None:
+        return
+    shape, dtype = header
+    if dtype not in FLOATING:
+        raise RotationError(
+            f"{load.model}: {name} is stored as {dtype}; quantised weights cannot be aligned or "
+            "merged, use the unquantised model"
+        )
+    expected = Pattern.parse(pattern).shape(layer.sizes)
+    if shape != expected:
+        raise Unsupported(
+            f"{load.model}: {name} has shape {list(shape)} where its config demands "
+            f"{list(expected)}; repair or remove the model"
+        )

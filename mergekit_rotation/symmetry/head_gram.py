@@ -1,0 +1,136 @@
+"""Cross-Gram matrices between the heads of two attention layers, and their projection."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from mergekit_rotation.symmetry.axes import Piece
+from mergekit_rotation.symmetry.groups import Group, inner
+
+
+@dataclass
+class HeadGram:
+    """Cross-Gram matrices of one head axis, in the working dtype."""
+
+    group: Group
+    shared: torch.Tensor  # (a, b, d, d): legs without query axis (keys, values)
+    query: torch.Tensor | None  # (a, b, i, j, d, d): legs of query head i of a and j of b
+    norm_ref: torch.Tensor  # (kv,) Frobenius norms over all legs
+    norm_other: torch.Tensor
+    length: int  # number of products summed into one entry
+    entries: int  # number of weights per key/value head
+
+    def gram(self, a: torch.Tensor, b: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """M of the pairs (a, b), each of shape (k,), with query heads in ``order`` (k, m)."""
+        gram = self.shared[a, b]
+        if self.query is not None:
+            i = torch.arange(order.shape[1], device=a.device)
+            gram = gram + self.query[a[:, None], b[:, None], i, order].sum(1)
+        return gram.double() + self.slack(a, b)
+
+    def slack(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Multiple of the identity at the level of the rounding errors of M.
+
+        Adding it leaves what the weights determine as it is and makes the projection choose the
+        identity in the directions that they do not determine.
+        """
+        d = self.group.n
+        scale = self.norm_ref[a] * self.norm_other[b]
+        noise: torch.Tensor = 4 * torch.finfo(self.shared.dtype).eps * d**-0.5 * scale.double()
+        noise = noise + torch.finfo(torch.float64).tiny
+        return noise[:, None, None] * torch.eye(d, dtype=torch.float64, device=a.device)
+
+    def rotation(
+        self, a: torch.Tensor, b: torch.Tensor, order: torch.Tensor, stored: torch.dtype
+    ) -> torch.Tensor:
+        """Best element for each pair, or the identity where moving does not pay; (k, d, d)."""
+        gram = self.gram(a, b, order)
+        g = self.group.project(gram)
+        eye = torch.eye(self.group.n, dtype=g.dtype, device=g.device)
+        # Decrease of the squared distance, 2 <g - 1, M>, written without cancellation: at the
+        # optimum g^T M is symmetric on the group's algebra and (g - 1)^T (g - 1) = 2 - g - g^T.
+        gain = inner((g - eye).mT @ (g - eye), g.mT @ gram)
+        # Mean square of a rounding error is at most (eps |x|)^2 / 12 per entry.
+        rounding = 0.0 if self.group.exact else torch.finfo(stored).eps ** 2 / 12
+        # The gain is of second order in the errors of M once the slack is added.
+        noise = self.length * torch.finfo(self.shared.dtype).eps ** 2
+        cost = rounding * self.norm_other[b] ** 2 + noise * self.norm_ref[a] * self.norm_other[b]
+        # What fitting as many numbers to differences without any structure would gain, twice.
+        square = self.norm_ref[a] ** 2 + self.norm_other[b] ** 2
+        distance = square.double() - 2 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+        chance = 2 * self.group.freedom / max(self.entries, 1) * distance.clamp(min=0)
+        keep = (gain > cost.double() + chance)[:, None, None]
+        return torch.where(keep, g, eye)
+
+
+def head_gram(
+    legs: Iterable[tuple[Piece, Piece]],
+    axis: str,
+    group: Group,
+    heads: tuple[int, int],
+    *,
+    all_pairs: bool,
+    work: torch.dtype,
+    device: torch.device,
+) -> HeadGram:
+    """Accumulate the cross-Gram matrices of one head axis.
+
+    Parameters
+    ----------
+    legs : iterable of (Piece, Piece)
+        Reference and other; every piece has the axes ``kv`` and ``axis``.
+    axis : str
+    group : Group
+        Acts on ``axis``.
+    heads : (int, int)
+        Number of key/value heads, and of query heads in a group.
+    all_pairs : bool
+        Whether heads may be matched with other heads; else only pairs (a, a) are computed.
+    work : torch.dtype
+    device : torch.device
+    """
+    (kv, m), d = heads, group.n
+    shared = torch.zeros(kv, kv if all_pairs else 1, d, d, dtype=work, device=device)
+    query = None
+    square = torch.zeros(2, kv, dtype=work, device=device)
+    length, entries = d, 0
+    for pieces in legs:
+        x, y = (_rows(piece, axis).to(work) for piece in pieces)
+        square += torch.stack([z.square().sum(dim=(1, 2, 3)) for z in (x, y)])
+        length += x.shape[1] * x.shape[3]
+        entries += x[0].numel()
+        term = _cross(x, y, all_pairs)
+        if x.shape[1] == 1:
+            shared += term[:, :, 0, 0]
+        else:
+            query = term if query is None else query.add_(term)
+    norm = square.sqrt()
+    if not all_pairs:  # only pairs (a, a) are ever looked up
+        shared = shared.expand(kv, kv, d, d)
+        query = None if query is None else query.expand(kv, kv, m, m, d, d)
+    return HeadGram(group, shared, query, norm[0], norm[1], length, entries)
+
+
+def _rows(piece: Piece, axis: str) -> torch.Tensor:
+    """View a piece as (kv, g, d, rest) with g = 1 where it has no query axis."""
+    lead = [piece.dim("kv"), piece.dim("g"), piece.dim(axis)]
+    known = [dim for dim in lead if dim is not None]
+    rest = [dim for dim in range(piece.tensor.dim()) if dim not in known]
+    x = piece.tensor.permute(*known, *rest)
+    if lead[1] is None:
+        x = x.unsqueeze(1)
+    return x.flatten(3) if x.dim() > 3 else x.unsqueeze(3)
+
+
+def _cross(x: torch.Tensor, y: torch.Tensor, all_pairs: bool) -> torch.Tensor:
+    """Cross-Gram matrices of all pairs of heads, (a, b, i, j, d, d); only b = a if not asked.
+
+    Without ``all_pairs`` the result has shape (a, 1, m, m, d, d) and holds i = j alone.
+    """
+    kv, m, d, _ = x.shape
+    if all_pairs:
+        gram = x.flatten(0, 2) @ y.flatten(0, 2).mT
+        return gram.view(kv, m, d, kv, m, d).permute(0, 3, 1, 4, 2, 5)
+    diagonal = torch.diag_embed((x @ y.mT).permute(0, 2, 3, 1))  # (a, d, d, m, m)
+    return diagonal.permute(0, 3, 4, 1, 2).unsqueeze(1)
