@@ -17,7 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 import yaml
@@ -26,6 +30,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from mergekit_rotation.architecture import find_family
 from mergekit_rotation.symmetry import AttentionLayout, Permute, Rotate, Sign, Transformation, act
+
+T = TypeVar("T")
 
 SENTENCES = [
     "The capital of France is Paris, and the capital of Italy is Rome.",
@@ -127,6 +133,15 @@ def divergence(model: Path, other: Path) -> float:
     return total / count
 
 
+def apart(function: Callable[..., T], *arguments: object) -> T:
+    """Call a function in a fresh process.
+
+    Children inherit the peak memory of their parent: this one must stay small.
+    """
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        return pool.submit(function, *arguments).result()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", type=Path)
@@ -134,7 +149,7 @@ def main() -> None:
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as tmp:
         folder = Path(tmp)
-        others = companions(arguments.model, folder)
+        others = apart(companions, arguments.model, folder)
         print(f"{arguments.model.name}, {torch.get_num_threads()} threads, {arguments.runs} runs")
         print(f"{'pair':6}{'method':18}{'wall s':>8}{'MiB':>8}{'ratio':>8}{'memory':>8}{'KL':>11}")
         for name, other in others.items():
@@ -149,7 +164,7 @@ def main() -> None:
             }
             for method, (wall, memory) in median.items():
                 ratio, share = wall / median["linear"][0], memory / median["linear"][1]
-                kl = divergence(arguments.model, folder / method)
+                kl = apart(divergence, arguments.model, folder / method)
                 print(
                     f"{name:6}{method:18}{wall:8.1f}{memory:8.0f}{ratio:8.2f}{share:8.2f}{kl:11.2e}",
                     flush=True,

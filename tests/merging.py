@@ -9,12 +9,13 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-import scramble
-import tiny
 import torch
 import yaml
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
+
+import scramble
+import tiny
 
 QUIET = ("--no-copy-tokenizer", "--no-write-model-card", "--quiet")
 StateDict = dict[str, torch.Tensor]
@@ -71,7 +72,9 @@ class Twins:
         return float(change.abs().max())
 
 
-def config(method: str, models: list[Path], weight: float | None = 0.5, **more: Any) -> dict[str, Any]:
+def config(
+    method: str, models: list[Path], weight: float | None = 0.5, **more: Any
+) -> dict[str, Any]:
     """Return a configuration in the ``models:`` form."""
     entries = [
         {"model": str(model), **({"parameters": {"weight": weight}} if weight is not None else {})}
@@ -104,10 +107,17 @@ def merged(configuration: Mapping[str, Any] | str, out: Path, *options: str) -> 
     return out
 
 
-def command(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def command(
+    name: str, *arguments: str, cwd: Path | None = None
+) -> subprocess.CompletedProcess[str]:
     """Run an installed command as a user does."""
     path = Path(sys.executable).parent / name
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
     return subprocess.run(
-        [str(path), *arguments], capture_output=True, text=True, env=environment, check=False
+        [str(path), *arguments],
+        capture_output=True,
+        text=True,
+        env=environment,
+        check=False,
+        cwd=cwd,
     )

@@ -119,6 +119,10 @@ class Alignment:
             self._checkpoints[model] = Checkpoint(model, model.config(trust_remote_code=trust))
         return self._checkpoints[model]
 
+    def paths(self) -> list[str]:
+        """Paths of all models that are read, the reference included."""
+        return [model.model.path for model in self._checkpoints]
+
     def warn_once(self, message: str) -> None:
         """Show one warning, the first time only."""
         if message not in self._warned:

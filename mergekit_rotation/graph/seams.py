@@ -119,16 +119,16 @@ def _checked_mapping(obj: Any) -> Any:
     """Accept ``method:`` for ``merge_method:``; check the name and our parameters."""
     if not isinstance(obj, Mapping):
         return obj
-    name = obj.get("merge_method") or obj.get("method")
     from mergekit_rotation.graph import methods, parameters
 
-    if "method" in obj and methods.is_rotation(name):
-        if obj.get("merge_method") is not None:
-            raise RotationError("method: and merge_method: say the same; write one of them")
-        obj = {("merge_method" if key == "method" else key): value for key, value in obj.items()}
-    if methods.is_rotation(name):
-        methods.check_name(str(name))
-        parameters.check_mapping(obj)
+    given = [obj[key] for key in ("merge_method", "method") if obj.get(key) is not None]
+    if not any(methods.is_rotation(name) for name in given):
+        return obj
+    if len(given) > 1:
+        raise RotationError("method: and merge_method: say the same; write one of them")
+    obj = {("merge_method" if key == "method" else key): value for key, value in obj.items()}
+    methods.check_name(given[0])
+    parameters.check_mapping(obj)
     return obj
 
 
@@ -204,8 +204,7 @@ def _plan_to_disk(original: Callable[..., Any], planner: Any, out_path: str) -> 
 
     tasks = original(planner, out_path)
     if methods.aligned_method(planner.config.merge_method) is not None:
-        inputs = [model.model.path for model in planner.config.referenced_models()]
-        run.current().begin_output(out_path, inputs)
+        run.current().begin_output(out_path, planner._rotation.paths())
     return tasks
 
 

@@ -16,7 +16,7 @@ from mergekit_rotation.symmetry.assignment import lazy_assignment, linear_assign
 from mergekit_rotation.symmetry.axes import Pattern, Piece
 from mergekit_rotation.symmetry.groups import Group, Trivial, inner
 from mergekit_rotation.symmetry.head_gram import head_gram
-from mergekit_rotation.symmetry.precision import working_dtype
+from mergekit_rotation.symmetry.precision import single_thread, working_dtype
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -83,7 +83,9 @@ def solve_attention(
     "Beyond the Permutation Symmetry of Transformers: The Role of Rotation for Model Fusion",
     arXiv 2502.00264, section 3 (rotations in closed form, one per head).
     """
-    return _Solver(reference, other, layout, query_key, value_output, heads, stored).solve()
+    solver = _Solver(reference, other, layout, query_key, value_output, heads, stored)
+    with single_thread(solver.device):  # all that is left works on matrices of a head's size
+        return solver.solve()
 
 
 class _Solver:

@@ -66,6 +66,7 @@ def test_accepted(text):
         ),
         ("tokenizer: {align_heads: false}", "tokenizer.align_heads stands where mergekit drops it"),
         ("method: rotation_linear", "say the same"),
+        ("method: linear", "say the same"),
     ],
 )
 def test_refused(text, message):
@@ -115,6 +116,8 @@ def test_unknown_method_proposes_the_nearest(name, near):
 def test_method_is_another_spelling():
     raw = {"method": "rotation_linear", "models": [{"model": "a"}]}
     assert MergeConfiguration.model_validate(raw).merge_method == "rotation_linear"
+    with pytest.raises(RotationError, match="say the same"):
+        MergeConfiguration.model_validate({**raw, "merge_method": "linear"})
     with pytest.raises(ValueError, match="merge_method"):
         MergeConfiguration.model_validate({"method": "linear", "models": [{"model": "a"}]})
 
