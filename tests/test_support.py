@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+
 from scramble import PARTS, Sizes, scramble, wrong
 from tiny import FAMILIES, build, exact_outputs, inputs, outputs, restore, save
 

@@ -1,0 +1,434 @@
+"""Aligning heads: planted recovery, optimality, monotony, copies, noise, dead heads, switches."""
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from laws import (
+    ANY_GROUP,
+    ANY_KIND,
+    DOUBLE,
+    FORMS,
+    GROUPS,
+    LAW,
+    SEEDS,
+    attention,
+    attentions,
+    count,
+    distance,
+    draw_motion,
+    draw_tensors,
+    length,
+    move,
+    normal,
+    rng,
+    tolerance,
+)
+
+from mergekit_rotation.symmetry import (
+    AttentionLayout,
+    Orthogonal,
+    Pattern,
+    Permute,
+    PlaneRotations,
+    PlaneSigns,
+    Rotate,
+    Trivial,
+    inverse,
+    rotary_pairs,
+    solve_attention,
+)
+
+LOW = (torch.bfloat16, torch.float32)
+
+
+def tensors(layout, seed, kind="generic"):
+    return draw_tensors(layout.patterns, layout.sizes, seed, kind)
+
+
+def moved(layout, transformation, x):
+    return move(transformation, x, layout.patterns, layout.sizes)
+
+
+def aligned(layout, reference, other, **switches):
+    return moved(layout, solve_attention(reference, other, layout, **switches), other)
+
+
+def elements(transformation):
+    return {(type(element), element.axis) for element in transformation}
+
+
+def rounding(*sides):
+    return tolerance(count(sides[0])) * sum(length(side) for side in sides)
+
+
+def reserve(layout):
+    """What may be left on the table, as a share of the squared distance.
+
+    p numbers fitted to N explain p/N of differences without structure; a rotation has to explain
+    more than twice that to be taken.
+    """
+    shares = []
+    for axis, group in (("qk", layout.query_key), ("vo", layout.value_output)):
+        pieces = [
+            piece.tensor.numel()
+            for pattern in layout.patterns.values()
+            for piece in pattern.split(torch.empty(pattern.shape(layout.sizes)), layout.sizes)
+            if axis in piece.axes
+        ]
+        shares.append(2 * group.freedom * layout.sizes["kv"] / sum(pieces))
+    return max(shares)
+
+
+def at_most(layout, reference, after, other_choice):
+    """Whether ``after`` is as close to the reference as another choice, but for the reserve."""
+    best = (1 - reserve(layout)) ** 0.5 * distance(reference, after)
+    return best <= distance(reference, other_choice) + rounding(reference, after)
+
+
+# -- planted recovery -----------------------------------------------------------------------
+
+
+@LAW
+@given(layout=attentions(), seed=SEEDS)
+def test_planted_transformation_is_undone(layout, seed):
+    reference = tensors(layout, seed)
+    other = moved(layout, inverse(draw_motion(layout, seed + 1)), reference)
+    result = aligned(layout, reference, other)
+    assert distance(reference, result) <= rounding(reference, other)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", GROUPS)
+def test_planted_transformation_is_undone_for_every_group_and_form(name, form):
+    """The group acts on queries and keys, then on values and output, in grouped-query layouts."""
+    for groups in [(GROUPS[name](2), Orthogonal(3)), (Orthogonal(3), GROUPS[name](2))]:
+        layout = attention(*groups, form=form, kv=3, g=2, e=16)
+        reference = tensors(layout, 0)
+        motion = draw_motion(layout, 1)
+        other = moved(layout, inverse(motion), reference)
+        assert distance(reference, aligned(layout, reference, other)) <= rounding(reference, other)
+
+
+@LAW
+@given(seed=SEEDS, kv=st.integers(1, 4), group=ANY_GROUP, rank=st.integers(0, 2))
+def test_planted_transformation_is_undone_where_heads_are_rank_deficient(seed, kv, group, rank):
+    """The rotation is not determined then; the distance still is."""
+    layout = attention(group, group, kv=kv, e=4 * group.n, biases=False)
+    reference = {}
+    for name, tensor in tensors(layout, seed).items():
+        columns = tensor if name != "o" else tensor.mT
+        heads = columns.reshape(kv, group.n, -1)
+        low = (heads[:, :, :rank] @ heads[:, :rank, :]).reshape(columns.shape)
+        reference[name] = low if name != "o" else low.mT
+    other = moved(layout, inverse(draw_motion(layout, seed + 1)), reference)
+    result = aligned(layout, reference, other)
+    assert distance(reference, result) <= rounding(reference, other)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@LAW
+@given(layout=attentions(), seed=SEEDS)
+def test_planted_transformation_is_undone_in_low_precision(dtype, layout, seed):
+    exact = tensors(layout, seed)
+    other = moved(layout, inverse(draw_motion(layout, seed + 1)), exact)
+    reference, other = ({n: t.to(dtype) for n, t in side.items()} for side in (exact, other))
+    result = solve_attention(reference, other, layout)
+    assert all(e.matrix.dtype in (torch.float32, DOUBLE) for e in result if isinstance(e, Rotate))
+    widest = max(layout.query_key.n, layout.value_output.n)
+    raised = {name: tensor.double() for name, tensor in other.items()}
+    error = distance(reference, moved(layout, result, raised))
+    assert error <= tolerance(widest, dtype) * length(exact)
+
+
+@LAW
+@given(layout=attentions(), seed=SEEDS)
+def test_result_is_in_the_group(layout, seed):
+    result = solve_attention(tensors(layout, seed), tensors(layout, seed + 1), layout)
+    kv, m = layout.sizes["kv"], layout.sizes.get("g", 1)
+    assert len(elements(result)) == len(result)
+    for element in result:
+        if isinstance(element, Rotate):
+            group = {"qk": layout.query_key, "vo": layout.value_output}[element.axis]
+            assert element.per == "kv" and element.matrix.shape == (kv, group.n, group.n)
+            assert group.contains(element.matrix, tolerance(group.n))
+        else:
+            n, per = {"kv": (kv, None), "g": (m, "kv")}[element.axis]
+            assert isinstance(element, Permute) and element.per == per
+            assert (element.index.sort(-1).values == torch.arange(n)).all()
+
+
+# -- optimality -----------------------------------------------------------------------------
+
+
+@LAW
+@given(layout=attentions(), seed=SEEDS, kind=ANY_KIND)
+def test_distance_never_grows(layout, seed, kind):
+    reference, other = tensors(layout, seed), tensors(layout, seed + 1, kind)
+    for a, b in [(reference, other), (other, reference)]:
+        assert distance(a, aligned(layout, a, b)) <= distance(a, b) + rounding(a, b)
+
+
+@LAW
+@given(layout=attentions(), seed=SEEDS)
+def test_no_sampled_transformation_does_better(layout, seed):
+    reference, other = tensors(layout, seed), tensors(layout, seed + 1)
+    result = aligned(layout, reference, other)
+    for k in range(20):
+        sample = moved(layout, draw_motion(layout, seed + 2 + k), other)
+        assert at_most(layout, reference, result, sample)
+
+
+@LAW
+@given(layout=attentions(), seed=SEEDS, noise=st.sampled_from([0.01, 0.1, 1.0]))
+def test_at_least_as_good_as_what_was_planted_under_noise(layout, seed, noise):
+    reference = tensors(layout, seed)
+    motion = draw_motion(layout, seed + 1)
+    strange = tensors(layout, seed + 2)
+    noisy = {name: reference[name] + noise * strange[name] for name in reference}
+    other = moved(layout, inverse(motion), noisy)
+    result = aligned(layout, reference, other)
+    assert at_most(layout, reference, result, moved(layout, motion, other))
+
+
+def value_of_pairs(layout, reference, other):
+    """Best match of every pair of heads, from the definition, for one query head per group."""
+    kv = layout.sizes["kv"]
+    values = torch.zeros(kv, kv, dtype=DOUBLE)
+    for axis, group in (("qk", layout.query_key), ("vo", layout.value_output)):
+        heads = []
+        for side in (reference, other):
+            legs = []
+            for name, pattern in layout.patterns.items():
+                for piece in pattern.split(side[name], layout.sizes):
+                    if axis in piece.axes:
+                        front = piece.tensor.movedim((piece.dim("kv"), piece.dim(axis)), (0, 1))
+                        legs.append(front.reshape(kv, group.n, -1))
+            heads.append(torch.cat(legs, dim=-1))
+        for a, b in itertools.product(range(kv), repeat=2):
+            values[a, b] += group.value(heads[0][a] @ heads[1][b].mT)
+    return values
+
+
+@LAW
+@given(
+    seed=SEEDS,
+    kv=st.integers(2, 4),
+    groups=st.tuples(ANY_GROUP, ANY_GROUP),
+    form=st.sampled_from(sorted(FORMS)),
+)
+def test_order_of_heads_is_the_best_of_all(seed, kv, groups, form):
+    layout = attention(*groups, form=form, kv=kv, g=1, e=2 * max(g.n for g in groups))
+    reference, other = tensors(layout, seed), tensors(layout, seed + 1)
+    values = value_of_pairs(layout, reference, other)
+    rows = torch.arange(kv)
+    best = max(values[rows, list(p)].sum() for p in itertools.permutations(range(kv)))
+    result = solve_attention(reference, other, layout)
+    order = next((e.index for e in result if isinstance(e, Permute)), rows)
+    atol = tolerance(count(reference)) * length(reference) * length(other)
+    assert abs(values[rows, order].sum() - best) <= atol
+
+
+@pytest.mark.parametrize("name", [n for n in GROUPS if GROUPS[n](2).freedom == 0])
+def test_distance_is_the_smallest_of_all_for_finite_groups(name):
+    """Without a rotation to weigh, the distance itself is what brute force finds."""
+    layout = attention(GROUPS[name](2), Trivial(2), kv=4, e=3)
+    reference, other = tensors(layout, 0), tensors(layout, 1)
+    values = value_of_pairs(layout, reference, other)
+    best = max(values[range(4), list(p)].sum() for p in itertools.permutations(range(4)))
+    square = length(reference) ** 2 + length(other) ** 2 - 2 * float(best)
+    after = distance(reference, aligned(layout, reference, other)) ** 2
+    atol = tolerance(count(reference)) * (length(reference) ** 2 + length(other) ** 2)
+    assert abs(after - square) <= atol
+
+
+# -- models in the same coordinates ---------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@LAW
+@given(layout=attentions(), seed=SEEDS)
+def test_copy_stays(dtype, layout, seed):
+    reference = {name: tensor.to(dtype) for name, tensor in tensors(layout, seed).items()}
+    copy = {name: tensor.clone() for name, tensor in reference.items()}
+    assert solve_attention(reference, copy, layout) == ()
+
+
+@LAW
+@given(layout=attentions(), seed=SEEDS, kind=ANY_KIND)
+def test_copy_stays_within_rounding(layout, seed, kind):
+    reference = tensors(layout, seed, kind)
+    result = solve_attention(reference, reference, layout)
+    assert not any(isinstance(element, Permute) for element in result)
+    assert distance(reference, moved(layout, result, reference)) <= rounding(reference)
+
+
+NOISY = {
+    "orthogonal": Orthogonal(16),
+    "rotations": PlaneRotations(128, rotary_pairs(128, "half")),
+    "signs": PlaneSigns(8, rotary_pairs(8, "interleaved")),
+}
+
+
+@pytest.mark.parametrize("name", NOISY)
+@pytest.mark.parametrize("dtype", [*LOW, DOUBLE])
+@pytest.mark.parametrize("g", [1, 2])
+def test_small_noise_moves_nothing(name, dtype, g):
+    """Fitting one of these groups to noise gains twice the average once in 10^5 heads at most."""
+    group = NOISY[name]
+    layout = attention(group, Orthogonal(16), kv=3, g=g, e=2 * max(group.n, 16))
+    reference, noise = tensors(layout, 0), tensors(layout, 1)
+    other = {name: (reference[name] + 0.01 * noise[name]).to(dtype) for name in reference}
+    reference = {name: tensor.to(dtype) for name, tensor in reference.items()}
+    assert solve_attention(reference, other, layout) == ()
+
+
+def _repeat(axis):
+    def change(piece, x):
+        dim = piece.dim(axis)
+        return x if dim is None else x.narrow(dim, 0, 1).expand_as(x)
+
+    return change
+
+
+def _dead_head(piece, x):
+    alive = torch.ones(x.shape[piece.dim("kv")], dtype=x.dtype)
+    alive[0] = 0
+    return x * alive.view([-1 if k == piece.dim("kv") else 1 for k in range(x.dim())])
+
+
+def _rank_one(piece, x):
+    front = x.movedim(piece.dim("kv"), 0)
+    heads = front.reshape(len(front), front.shape[1:].numel())
+    return (heads * 0 + heads[:, :1]).reshape(front.shape).movedim(0, piece.dim("kv"))
+
+
+DEGENERATE = {
+    "zero": lambda piece, x: torch.zeros_like(x),
+    "one dead head": _dead_head,
+    "constant heads": _rank_one,
+    "equal heads": _repeat("kv"),
+    "equal query heads": _repeat("g"),
+    "equal dimensions": lambda piece, x: _repeat("qk")(piece, _repeat("vo")(piece, x)),
+}
+
+
+def degenerate(layout, change, seed):
+    result = {}
+    for name, tensor in tensors(layout, seed).items():
+        pattern = layout.patterns[name]
+        pieces = pattern.split(tensor, layout.sizes)
+        changed = [DEGENERATE[change](piece, piece.tensor) for piece in pieces]
+        result[name] = pattern.join(changed, layout.sizes)
+    return result
+
+
+@pytest.mark.parametrize("change", DEGENERATE)
+@LAW
+@given(layout=attentions(), seed=SEEDS)
+def test_degenerate_heads(change, layout, seed):
+    """Every pairing with a degenerate model is solved, and never for the worse; a copy stays."""
+    strange, usual = degenerate(layout, change, seed), tensors(layout, seed + 1)
+    for a, b in [(strange, usual), (usual, strange), (strange, strange)]:
+        assert distance(a, aligned(layout, a, b)) <= distance(a, b) + rounding(a, b)
+    low = {name: tensor.float() for name, tensor in strange.items()}
+    assert solve_attention(low, low, layout) == ()
+
+
+# -- switches and missing tensors -----------------------------------------------------------
+
+
+@LAW
+@given(layout=attentions(), seed=SEEDS)
+def test_switches(layout, seed):
+    reference, other = tensors(layout, seed), tensors(layout, seed + 1)
+    for query_key, value_output, heads in itertools.product([False, True], repeat=3):
+        switches = {"query_key": query_key, "value_output": value_output, "heads": heads}
+        allowed = {(Rotate, "qk")} if query_key else set()
+        allowed |= {(Rotate, "vo")} if value_output else set()
+        allowed |= {(Permute, "kv"), (Permute, "g")} if heads else set()
+        result = solve_attention(reference, other, layout, **switches)
+        assert elements(result) <= allowed
+        after = distance(reference, moved(layout, result, other))
+        assert after <= distance(reference, other) + rounding(reference, other)
+
+
+@LAW
+@given(layout=attentions(), seed=SEEDS)
+def test_a_switch_leaves_the_other_freedoms_whole(layout, seed):
+    """What is planted with the freedoms that are on is undone."""
+    reference = tensors(layout, seed)
+    motion = draw_motion(layout, seed + 1)
+    for query_key, value_output, heads in itertools.product([False, True], repeat=3):
+        on = {"qk": query_key, "vo": value_output, "kv": heads, "g": heads}
+        planted = tuple(element for element in motion if on[element.axis])
+        other = moved(layout, inverse(planted), reference)
+        switches = {"query_key": query_key, "value_output": value_output, "heads": heads}
+        result = aligned(layout, reference, other, **switches)
+        assert distance(reference, result) <= rounding(reference, other)
+
+
+@pytest.mark.parametrize("lacks", [("reference",), ("other",), ("reference", "other")])
+def test_a_tensor_that_one_side_lacks_takes_no_part(lacks):
+    layout = attention(Orthogonal(3), Orthogonal(3), kv=3, g=2)
+    bare = attention(Orthogonal(3), Orthogonal(3), kv=3, g=2, biases=False)
+    sides = {"reference": tensors(layout, 0), "other": tensors(layout, 1)}
+    expected = solve_attention(*sides.values(), bare)
+    for side in lacks:
+        sides[side] = {n: t for n, t in sides[side].items() if not n.endswith(".bias")}
+    result = solve_attention(*sides.values(), layout)
+    assert [type(e) for e in result] == [type(e) for e in expected]
+    for a, b in zip(result, expected, strict=True):
+        kind = "matrix" if isinstance(a, Rotate) else "index"
+        assert torch.equal(getattr(a, kind), getattr(b, kind))
+
+
+def test_an_axis_without_tensors_stays():
+    layout = AttentionLayout(
+        {"v": Pattern.parse("(kv vo) e")},
+        {"kv": 2, "qk": 3, "vo": 3, "e": 12},
+        Orthogonal(3),
+        Orthogonal(3),
+    )
+    reference, other = tensors(layout, 0), tensors(layout, 1)
+    assert (Rotate, "qk") not in elements(solve_attention(reference, other, layout))
+
+
+def test_storage_that_rounds_more_than_is_gained_keeps_heads_in_place():
+    """A turn by 1e-3 pays in float32 but not where bfloat16 stores the result."""
+    angle = torch.tensor(1e-3, dtype=DOUBLE)
+    turn = torch.stack([angle.cos(), -angle.sin(), angle.sin(), angle.cos()]).view(1, 2, 2)
+    layout = attention(Orthogonal(2), Trivial(2), kv=1, e=16)
+    reference = {name: tensor.float() for name, tensor in tensors(layout, 0).items()}
+    raised = {name: tensor.double() for name, tensor in reference.items()}
+    other = moved(layout, (Rotate("qk", turn, per="kv"),), raised)
+    assert elements(solve_attention(reference, other, layout)) == {(Rotate, "qk")}
+    assert solve_attention(reference, other, layout, stored=torch.bfloat16) == ()
+
+
+def test_inputs_are_left_alone():
+    layout = attention(Orthogonal(3), Orthogonal(2), kv=3, g=2)
+    reference, other = tensors(layout, 0), tensors(layout, 1)
+    before = [{n: t.clone() for n, t in side.items()} for side in (reference, other)]
+    solve_attention(reference, other, layout)
+    for kept, side in zip(before, (reference, other), strict=True):
+        assert all(torch.equal(kept[name], side[name]) for name in side)
+
+
+def test_solution_is_reproducible():
+    layout = attention(Orthogonal(3), Orthogonal(2), kv=3, g=2)
+    reference, other = tensors(layout, 0), tensors(layout, 1)
+    first, second = (aligned(layout, reference, other) for _ in range(2))
+    assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def test_noise_control():
+    """Negative control: an unrelated model is moved, so staying is not all the solver can do."""
+    layout = attention(Orthogonal(4), Orthogonal(4), kv=3, e=16)
+    assert elements(solve_attention(tensors(layout, 0), tensors(layout, 1), layout)) >= {
+        (Rotate, "qk"),
+        (Rotate, "vo"),
+    }
+    assert normal(rng(0), 1) != normal(rng(1), 1)
