@@ -1,9 +1,7 @@
 """The tasks of one output layer: what is loaded, moved and handed to mergekit's method."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
@@ -14,6 +12,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from mergekit_rotation.architecture import Block, Family
 from mergekit_rotation.graph import parameters
+from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.layout import Unsupported, check_header, check_same_layout
 from mergekit_rotation.graph.tasks import (
@@ -26,9 +25,6 @@ from mergekit_rotation.graph.tasks import (
 )
 from mergekit_rotation.symmetry import AttentionLayout, Pattern
 
-if TYPE_CHECKING:
-    from mergekit_rotation.graph.planning import Alignment
-
 Entry = tuple[WeightInfo, ExecuteMergeMethodTask]
 
 
@@ -37,7 +33,7 @@ class LayerPlan:
 
     def __init__(
         self,
-        alignment: Alignment,
+        context: Context,
         entries: Sequence[Entry],
         sources: Sequence[InputSliceDefinition],
         layer_offset: int,
@@ -45,7 +41,7 @@ class LayerPlan:
         reader: ConfigReader,
         module_name: str,
     ):
-        self.alignment = alignment
+        self.context = context
         self.entries = {weight.name: (weight, task) for weight, task in entries}
         self.order = list(entries)
         self.sources = sources
@@ -53,7 +49,7 @@ class LayerPlan:
         self.index = index
         self.reader = reader
         self.module = module_name
-        definition = alignment.planner.arch_info.modules[module_name]
+        definition = context.planner.arch_info.modules[module_name]
         self.prefix = definition.weight_prefix or ""
 
     def align(self, reference: ModelReference, others: Sequence[ModelReference]) -> list[Entry]:
@@ -72,14 +68,14 @@ class LayerPlan:
         choice = parameters.resolve_choice("align_unsupported", self.reader, other, first)
         if choice != "skip":
             raise RotationError(f"{problem}, or set align_unsupported: skip to merge it unaligned")
-        self.alignment.warn_once(f"not aligned: {problem}")
+        self.context.warn_once(f"not aligned: {problem}")
 
     # -- one pair of models -----------------------------------------------------------------
 
     def _pair(
         self, reference: ModelReference, other: ModelReference
     ) -> dict[tuple[str, ModelReference], Input]:
-        checkpoint = self.alignment.checkpoint
+        checkpoint = self.context.checkpoint
         family, layer = check_same_layout(checkpoint(reference), checkpoint(other))
         inputs: dict[tuple[str, ModelReference], Input] = {}
         for block in layer.blocks:
@@ -130,11 +126,11 @@ class LayerPlan:
         self, family: Family, template: str, models: Sequence[ModelReference]
     ) -> None:
         for model in models:
-            stored = self.alignment.checkpoint(model).index.tensor_paths
+            stored = self.context.checkpoint(model).index.tensor_paths
             for prefix in family.prefixes:
                 name = self.prefix + prefix + template.replace("${layer_index}", "0")
                 if name in stored:
-                    self.alignment.warn_once(
+                    self.context.warn_once(
                         f"{model}: mergekit's definition of this architecture has no "
                         f"{prefix + template}; these tensors will be lost in the output, with or "
                         "without alignment"
@@ -143,7 +139,7 @@ class LayerPlan:
     def _load(self, name: str, model: ModelReference) -> CheckedLoad:
         """Load a leg in its own dtype: it is cast once, after it has been moved."""
         info = self._weight(name, model)
-        options = self.alignment.planner.options
+        options = self.context.planner.options
         load = CheckedLoad(
             model=model,
             tensor=info.name,
@@ -154,7 +150,7 @@ class LayerPlan:
             label=self._label(name),
             leg=True,
         )
-        self.alignment.check_present(load)
+        self.context.check_present(load)
         return load
 
     def _weight(self, name: str, model: ModelReference) -> WeightInfo:
@@ -169,7 +165,7 @@ class LayerPlan:
         return weights[position]
 
     def _layer_weights(self, model: ModelReference) -> list[WeightInfo]:
-        module = self.alignment.planner._model_arch(model).get_module(self.module)
+        module = self.context.planner._model_arch(model).get_module(self.module)
         index = self.sources[0].layer_range[0] + self.offset
         if index >= module.num_layers():
             raise Unsupported(
@@ -177,7 +173,7 @@ class LayerPlan:
                 "choose another align_reference"
             )
         planned = {weight.name for weight, _ in self.order}
-        every = self.alignment.planner._out_module_arch(self.module).layer_weights(index=self.index)
+        every = self.context.planner._out_module_arch(self.module).layer_weights(index=self.index)
         mine = module.layer_weights(index=index)
         return [m for m, out in zip(mine, every, strict=True) if out.name in planned]
 

@@ -75,9 +75,10 @@ def check_mapping(config: Mapping[str, Any]) -> None:
 def _walk(node: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
     """Yield (place, mapping, whether it is a ``parameters:`` mapping) for the whole tree."""
     if isinstance(node, Mapping):
-        yield place, node, place.endswith("parameters.")
+        in_parameters = place.endswith("parameters.")
+        yield place, node, in_parameters
         for key, value in node.items():
-            if not place.endswith("parameters."):
+            if not in_parameters and key != "tokens":  # whose keys are a user's tokens
                 yield from _walk(value, f"{place}{key}.")
     elif isinstance(node, list):
         for position, value in enumerate(node):

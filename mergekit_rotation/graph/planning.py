@@ -5,24 +5,21 @@ inputs. The inputs of a layer's symmetric tensors are replaced by tasks that loa
 on; then mergekit's stock method runs on them.
 """
 
-import logging
 from collections.abc import Sequence
 from typing import Any
 
 from mergekit.architecture import WeightInfo
 from mergekit.common import ImmutableMap, ModelReference
 from mergekit.config import ConfigReader, InputSliceDefinition
-from mergekit.io.tasks import GatherTensors, LoadTensor
+from mergekit.io.tasks import GatherTensors
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.plan import MergePlanner
 
 from mergekit_rotation.graph import methods, parameters
-from mergekit_rotation.graph.checkpoints import Checkpoint
+from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.layer import Entry, LayerPlan, rewrap, unwrap
 from mergekit_rotation.graph.tasks import GatherChecked
-
-LOG = logging.getLogger(__name__)
 
 
 class Alignment:
@@ -36,11 +33,10 @@ class Alignment:
 
     def __init__(self, planner: MergePlanner):
         self.planner = planner
+        self.context = Context(planner)
         method = methods.aligned_method(planner.config.merge_method)
         assert method is not None
         self.method = method
-        self._checkpoints: dict[ModelReference, Checkpoint] = {}
-        self._warned: set[str] = set()
 
     # -- entry points, called by the seams --------------------------------------------------
 
@@ -61,7 +57,7 @@ class Alignment:
             if self._explicit(config.parameters) is None:
                 raise RotationError("rotation_align needs align_reference under parameters:")
         for model in config.referenced_models():
-            self.checkpoint(model).check_not_quantised()
+            self.context.checkpoint(model).check_not_quantised()
 
     def align_layer(
         self,
@@ -96,7 +92,7 @@ class Alignment:
         others = [model for model in models if model != reference]
         if not others or (len(models) == 1 and self.method.spec.name != methods.ALIGN):
             return list(entries)
-        plan = LayerPlan(self, entries, sources, layer_offset, index, reader, module_name)
+        plan = LayerPlan(self.context, entries, sources, layer_offset, index, reader, module_name)
         return plan.align(reference, others)
 
     def finish(self) -> None:
@@ -110,24 +106,7 @@ class Alignment:
         planned: list[tuple[WeightInfo, Any]] = self.planner._tensors
         self.planner._tensors = [(weight, self._stock(weight, task)) for weight, task in planned]
 
-    # -- shared by the layers ---------------------------------------------------------------
-
-    def checkpoint(self, model: ModelReference) -> Checkpoint:
-        """Return the (cached) checkpoint of a model."""
-        if model not in self._checkpoints:
-            trust = self.planner.options.trust_remote_code
-            self._checkpoints[model] = Checkpoint(model, model.config(trust_remote_code=trust))
-        return self._checkpoints[model]
-
-    def paths(self) -> list[str]:
-        """Paths of all models that are read, the reference included."""
-        return [model.model.path for model in self._checkpoints]
-
-    def warn_once(self, message: str) -> None:
-        """Show one warning, the first time only."""
-        if message not in self._warned:
-            self._warned.add(message)
-            LOG.warning(message)
+    # -- details ------------------------------------------------------------------------------
 
     def _explicit(self, *settings: Any) -> ModelReference | None:
         return parameters.explicit_reference(settings)
@@ -156,7 +135,7 @@ class Alignment:
             )
         if isinstance(gather, GatherChecked):
             for load in gather.loads().values():
-                self.check_present(load)
+                self.context.check_present(load)
         return rewrap(task, gather).model_copy(
             update={
                 "method_name": self.method.plain.spec.name,
@@ -165,16 +144,3 @@ class Alignment:
                 ),
             }
         )
-
-    def check_present(self, load: LoadTensor) -> None:
-        """Refuse a required tensor that the model lacks.
-
-        Raises
-        ------
-        RotationError
-        """
-        if not load.optional and not self.checkpoint(load.model).has(load):
-            raise RotationError(
-                f"{load.model}: tensor {load.tensor} is missing; the checkpoint is incomplete, "
-                "fetch or save the model again"
-            )

@@ -204,7 +204,7 @@ def _plan_to_disk(original: Callable[..., Any], planner: Any, out_path: str) -> 
 
     tasks = original(planner, out_path)
     if methods.aligned_method(planner.config.merge_method) is not None:
-        run.current().begin_output(out_path, planner._rotation.paths())
+        run.current().begin_output(out_path, planner._rotation.context.paths())
     return tasks
 
 

@@ -34,6 +34,7 @@ def read(text, method="rotation_linear"):
         "parameters: {align_unsupported: skip}",
         "parameters: {align_reference: ./x/b}",
         "parameters: {weight: 0.5, normalize: true}",
+        "tokenizer: {source: union, tokens: {align_me: {source: ./x/a}}}",
     ],
 )
 def test_accepted(text):

@@ -1,0 +1,56 @@
+"""What the planning of all layers shares: the planner, the checkpoints, warnings given."""
+
+import logging
+
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoadTensor
+from mergekit.plan import MergePlanner
+
+from mergekit_rotation.graph.checkpoints import Checkpoint
+from mergekit_rotation.graph.errors import RotationError
+
+LOG = logging.getLogger(__name__)
+
+
+class Context:
+    """Shared state of one planned merge.
+
+    Parameters
+    ----------
+    planner : MergePlanner
+    """
+
+    def __init__(self, planner: MergePlanner):
+        self.planner = planner
+        self._checkpoints: dict[ModelReference, Checkpoint] = {}
+        self._warned: set[str] = set()
+
+    def checkpoint(self, model: ModelReference) -> Checkpoint:
+        """Return the (cached) checkpoint of a model."""
+        if model not in self._checkpoints:
+            trust = self.planner.options.trust_remote_code
+            self._checkpoints[model] = Checkpoint(model, model.config(trust_remote_code=trust))
+        return self._checkpoints[model]
+
+    def paths(self) -> list[str]:
+        """Paths of all models that are read, the reference included."""
+        return [model.model.path for model in self._checkpoints]
+
+    def warn_once(self, message: str) -> None:
+        """Show one warning, the first time only."""
+        if message not in self._warned:
+            self._warned.add(message)
+            LOG.warning(message)
+
+    def check_present(self, load: LoadTensor) -> None:
+        """Refuse a required tensor that the model lacks.
+
+        Raises
+        ------
+        RotationError
+        """
+        if not load.optional and not self.checkpoint(load.model).has(load):
+            raise RotationError(
+                f"{load.model}: tensor {load.tensor} is missing; the checkpoint is incomplete, "
+                "fetch or save the model again"
+            )
