@@ -1,5 +1,6 @@
 """The command ``mergekit-rotation``."""
 
+import importlib
 import sys
 from importlib import metadata
 from pathlib import Path
@@ -7,6 +8,9 @@ from pathlib import Path
 import click
 
 from mergekit_rotation import startup
+from mergekit_rotation.graph.seams import TESTED
+
+_MISSING = f"mergekit is not installed; pip install mergekit=={TESTED}."
 
 
 class _Commands(click.Group):
@@ -19,9 +23,20 @@ class _Commands(click.Group):
         if cmd_name != "yaml":
             return super().get_command(ctx, cmd_name)
         startup.install()
-        from mergekit.scripts.run_yaml import main as merge
-
+        try:
+            from mergekit.scripts.run_yaml import main as merge
+        except ModuleNotFoundError as problem:
+            if problem.name != "mergekit":
+                raise
+            raise click.ClickException(_MISSING) from None
         return merge
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        """List the commands without importing mergekit, which takes seconds."""
+        rows = {name: command.get_short_help_str(60) for name, command in self.commands.items()}
+        rows["yaml"] = "The same as mergekit-yaml, where start-up hooks do not run."
+        with formatter.section("Commands"):
+            formatter.write_dl(sorted(rows.items()))
 
 
 @click.group(cls=_Commands)
@@ -65,11 +80,13 @@ def _version(package: str) -> str:
 
 
 def _hook_file() -> Path | None:
-    """Return the ``.pth`` file in a folder on the path, if there is one."""
-    for folder in map(Path, sys.path):
-        if (folder / "mergekit_rotation.pth").is_file():
-            return folder / "mergekit_rotation.pth"
-    return None
+    """Return the ``.pth`` file that was installed with the package, if it is there."""
+    try:
+        installed = metadata.distribution("mergekit-rotation")
+    except metadata.PackageNotFoundError:
+        return None
+    file = Path(str(installed.locate_file("mergekit_rotation.pth")))
+    return file if file.is_file() else None
 
 
 def _advice(hooked: bool) -> str | None:
@@ -79,7 +96,7 @@ def _advice(hooked: bool) -> str | None:
     if os.environ.get("MERGEKIT_ROTATION_DISABLE", "0") not in ("", "0"):
         return "MERGEKIT_ROTATION_DISABLE is set; unset it."
     if _version("mergekit") == "not installed":
-        return "mergekit is not installed; pip install mergekit."
+        return _MISSING
     if not hooked and _hook_file() is None:
         return (
             "the start-up hook is missing; reinstall mergekit-rotation with pip, or run "
@@ -90,12 +107,12 @@ def _advice(hooked: bool) -> str | None:
             "the start-up hook did not run (python -S, or a folder that is not site-packages); "
             "run `mergekit-rotation yaml CONFIG OUT` in place of mergekit-yaml."
         )
-    import mergekit.merge
-
-    from mergekit_rotation.graph import methods
-
+    try:
+        importlib.import_module("mergekit.merge")
+    except Exception as problem:
+        return f"mergekit {_version('mergekit')} cannot be imported: {problem}"
     finder = startup.installed()
-    if finder is None or finder.failed or not methods.names() or mergekit.merge is None:
+    if finder is None or finder.failed:
         return f"mergekit {_version('mergekit')} is not supported; see the message above."
     return None
 

@@ -30,13 +30,14 @@ class _Finder:
             spec = importlib.util.find_spec(name)
         finally:
             self.looking.discard(name)
-        if spec is None or spec.loader is None:
+        if spec is None or not hasattr(spec.loader, "exec_module"):
             return spec
         execute = spec.loader.exec_module
 
         def exec_module(module):
             execute(module)
-            self.complete(name)
+            if module.__name__ == name:  # modules of a zip file share one loader
+                self.complete(name)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -53,7 +54,8 @@ class _Finder:
             seams.complete(name)
         except Exception as problem:
             self.failed = True
-            print(f"mergekit-rotation is not available: {problem}", file=sys.stderr)
+            if sys.stderr is not None:
+                print(f"mergekit-rotation is not available: {problem}", file=sys.stderr)
 
 
 def installed():

@@ -5,6 +5,8 @@ import json
 from pathlib import Path
 
 import pytest
+from safetensors.torch import load_file, save_file
+
 from environments import (
     Environment,
     Result,
@@ -16,8 +18,6 @@ from environments import (
     other_mergekit,
     together,
 )
-from safetensors.torch import load_file, save_file
-
 from scramble import scramble
 from tiny import build, save
 

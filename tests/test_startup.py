@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+
 from environments import (
     REPOSITORY,
     Environment,
@@ -22,8 +24,6 @@ from environments import (
     other_mergekit,
     together,
 )
-from safetensors.torch import load_file, save_file
-
 from mergekit_rotation import startup
 from mergekit_rotation.graph import seams
 from scramble import scramble

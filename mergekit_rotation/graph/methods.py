@@ -73,6 +73,12 @@ def register_twins() -> None:
             registry.register(method)
 
 
+def withdraw_twins() -> None:
+    """Take ours out of the registry again, for which it has no public way."""
+    for name in names():
+        getattr(registry, "_METHODS", {}).pop(name, None)
+
+
 def names() -> list[str]:
     """All registered ``rotation_*`` names."""
     return [m.spec.name for m in registry.registered_methods() if isinstance(m, AlignedMethod)]
@@ -92,6 +98,8 @@ def check_name(name: str) -> None:
     """
     if name in names():
         return
+    if not names():
+        raise RotationError(f"{name} is not available; run `mergekit-rotation doctor`")
     near = get_close_matches(name.replace("-", "_"), names(), n=1, cutoff=0.0)
     raise RotationError(f"unknown merge method {name!r}; did you mean {near[0]!r}?")
 

@@ -9,7 +9,8 @@ import functools
 import inspect
 import sys
 from collections.abc import Callable, Mapping
-from importlib.metadata import version
+from importlib import import_module
+from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mergekit_rotation.graph.errors import RotationError
@@ -40,19 +41,41 @@ def complete(module: str) -> None:
         "mergekit.plan": plan_alignment,
         "mergekit.merge": guard_merge,
     }
-    steps[module]()
+    try:
+        steps[module]()
+    except Exception as problem:
+        withdraw_methods()
+        if isinstance(problem, SeamError):
+            raise
+        raise _differs(module, str(problem)) from problem
+
+
+def _differs(place: str, how: str) -> SeamError:
+    try:
+        found = version("mergekit")
+    except PackageNotFoundError:
+        found = "of unknown version"
+    return SeamError(
+        f"mergekit {found} differs from {TESTED} at {place} ({how}); "
+        f"install mergekit=={TESTED} or a newer mergekit-rotation"
+    )
+
+
+def _class(module: str, name: str) -> Any:
+    """Return a class of mergekit's."""
+    found = getattr(sys.modules[module], name, None)
+    if not isinstance(found, type):
+        raise _differs(f"{module}.{name}", "there is no such class")
+    return found
 
 
 def _expect(owner: Any, name: str, parameters: tuple[str, ...]) -> Any:
     """Return a callable of mergekit's if it takes the parameters that we rely on."""
     function = getattr(owner, name, None)
-    found = tuple(inspect.signature(function).parameters) if function is not None else None
+    found = tuple(inspect.signature(function).parameters) if callable(function) else None
     if found is None or found[: len(parameters)] != parameters:
-        raise SeamError(
-            f"mergekit {version('mergekit')} differs from {TESTED} at "
-            f"{getattr(owner, '__name__', owner)}.{name} ({found} instead of {parameters}); "
-            f"install mergekit=={TESTED} or a newer mergekit-rotation"
-        )
+        place = f"{getattr(owner, '__name__', owner)}.{name}"
+        raise _differs(place, f"{found} instead of {parameters}")
     return function
 
 
@@ -84,8 +107,7 @@ def _wrap(owner: Any, name: str, parameters: tuple[str, ...], wrapper: Callable[
 
 def register_methods() -> None:
     """Add the twins to mergekit's registry of methods."""
-    from mergekit.merge_methods import registry
-
+    registry = import_module("mergekit.merge_methods.registry")
     _expect(registry, "register", ("method",))
     _expect(registry, "registered_methods", ())
     from mergekit_rotation.graph import methods
@@ -93,19 +115,23 @@ def register_methods() -> None:
     methods.register_twins()
 
 
+def withdraw_methods() -> None:
+    """Take the twins back: without every seam they must not be offered."""
+    methods = sys.modules.get("mergekit_rotation.graph.methods")
+    if methods is not None:
+        methods.withdraw_twins()
+
+
 # -- mergekit.config: what a configuration may say ----------------------------------------------
 
 
 def read_config() -> None:
     """Check ``rotation_*`` configurations before mergekit parses them; order their models."""
-    from mergekit.config import MergeConfiguration
-
-    validate = MergeConfiguration.model_validate
+    MergeConfiguration = _class("mergekit.config", "MergeConfiguration")
+    validate = _expect(MergeConfiguration, "model_validate", ("obj",))
+    if not inspect.ismethod(validate):
+        raise _differs("MergeConfiguration.model_validate", "it is no class method")
     if _once(validate.__func__):
-        if tuple(inspect.signature(validate).parameters)[:1] != ("obj",):
-            raise SeamError(
-                f"mergekit {version('mergekit')} differs from {TESTED} at MergeConfiguration"
-            )
 
         def model_validate(cls: type, obj: Any, *args: Any, **kwargs: Any) -> Any:
             return validate.__func__(cls, _checked_mapping(obj), *args, **kwargs)
@@ -155,8 +181,7 @@ def _ordered_models(original: Callable[..., Any], config: Any) -> list[Any]:
 
 def plan_alignment() -> None:
     """Align the inputs of every planned layer; `mergekit.merge` binds the class, so patch it."""
-    from mergekit.plan import MergePlanner
-
+    MergePlanner = _class("mergekit.plan", "MergePlanner")
     layer = ("self", "sources", "layer_offset", "t", "cfg_reader", "module_name")
     _wrap(MergePlanner, "plan_layer", layer, _plan_layer)
     _wrap(MergePlanner, "_plan", ("self",), _plan)
@@ -165,11 +190,12 @@ def plan_alignment() -> None:
 
 def _plan(original: Callable[..., Any], planner: Any) -> None:
     from mergekit_rotation.graph import methods
-    from mergekit_rotation.graph.planning import Alignment
 
     if methods.aligned_method(planner.config.merge_method) is None:
         original(planner)
         return
+    from mergekit_rotation.graph.planning import Alignment
+
     planner._rotation = alignment = Alignment(planner)
     alignment.check_inputs()
     original(planner)

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from laws import (
     DOUBLE,
     FORMS,
@@ -21,7 +22,6 @@ from laws import (
     rng,
     tolerance,
 )
-
 from mergekit_rotation.symmetry import (
     Orthogonal,
     Pattern,

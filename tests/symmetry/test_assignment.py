@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import ANY_KIND, DOUBLE, LAW, SEEDS, matrices, rng, tolerance
 
+from laws import ANY_KIND, DOUBLE, LAW, SEEDS, matrices, rng, tolerance
 from mergekit_rotation.symmetry import lazy_assignment, linear_assignment
 
 ORDERS = st.integers(1, 6)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+
 from laws import (
     ANY_GROUP,
     ANY_KIND,
@@ -26,7 +27,6 @@ from laws import (
     rng,
     tolerance,
 )
-
 from mergekit_rotation.symmetry import (
     AttentionLayout,
     Orthogonal,

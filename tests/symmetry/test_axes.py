@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from laws import LAW, SEEDS, rng
 
+from laws import LAW, SEEDS, rng
 from mergekit_rotation.symmetry import Pattern, PatternError, SymmetryError
 
 SIZES = {"kv": 2, "g": 3, "qk": 4, "vo": 5, "e": 7, "f": 6}

@@ -7,6 +7,7 @@ import pytest
 import scipy.linalg
 import torch
 from hypothesis import given
+
 from laws import (
     ANY_KIND,
     DOUBLE,
@@ -23,7 +24,6 @@ from laws import (
     rng,
     tolerance,
 )
-
 from mergekit_rotation.symmetry import (
     DirectSum,
     Orthogonal,
