@@ -19,7 +19,6 @@ from mergekit_rotation.symmetry import (
     Pattern,
     Rotate,
     Sign,
-    SymmetryError,
     Transformation,
     act,
     full_precision,
@@ -108,16 +107,15 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
 
     def execute(self, **kwargs: torch.Tensor | None) -> dict[str, torch.Tensor]:
         start = time.perf_counter()
-        reference, other = ({}, {})  # type: tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]
-        for leg in self.legs:
-            for side, load in ((reference, leg.reference), (other, leg.other)):
-                key = "reference" if side is reference else "other"
-                tensor = kwargs[f"{key}:{leg.name}"]
-                if tensor is not None:
-                    self._check_shape(leg, load, tensor)
-                    side[leg.name] = tensor
+        reference = self._side("reference", kwargs)
+        other = self._side("other", kwargs)
         with torch.no_grad(), full_precision():
-            moved, transformation, distances = self._align(reference, other)
+            same = all(torch.equal(reference[n], other[n]) for n in reference if n in other)
+            transformation = () if same else self._solve(reference, other)
+            moved, before, after, scale = self._move(transformation, reference, other)
+            if after > before:  # nothing may get worse, not even by rounding
+                transformation = ()
+                moved, before, after, scale = self._move(transformation, reference, other)
         run.current().record(
             run.Record(
                 model=str(self.legs[0].other.model),
@@ -125,82 +123,84 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
                 block=self.block,
                 layer=self.layer,
                 moved=tuple(("~" if isinstance(e, Sign) else "") + e.axis for e in transformation),
-                before=distances[0],
-                after=distances[1],
-                scale=distances[2],
+                before=before,
+                after=after,
+                scale=scale,
                 seconds=time.perf_counter() - start,
             )
         )
         return moved
 
-    def _check_shape(self, leg: Leg, load: CheckedLoad, tensor: torch.Tensor) -> None:
-        expected = Pattern.parse(leg.pattern).shape(dict(self.sizes))
-        if tuple(tensor.shape) != expected:
-            raise RotationError(
-                f"{load.model}: {load.tensor} has shape {tuple(tensor.shape)} where its config "
-                f"demands {expected}; repair the model"
-            )
-
-    def _align(
-        self, reference: dict[str, torch.Tensor], other: dict[str, torch.Tensor]
-    ) -> tuple[dict[str, torch.Tensor], Transformation, tuple[float, float, float]]:
-        patterns = {leg.name: Pattern.parse(leg.pattern) for leg in self.legs}
-        sizes = dict(self.sizes)
-        target = {leg.name: dtype_from_name(leg.dtype) for leg in self.legs}
-        transformation: Transformation = ()
-        common = [name for name in reference if name in other]
-        if not all(torch.equal(reference[name], other[name]) for name in common):
-            transformation = self._solve(reference, other, patterns, target)
-        before = after = scale = 0.0
-        moved = {}
-        for name, tensor in other.items():
-            a = reference.get(name)
-            work = working_dtype(tensor.dtype, *([] if a is None else [a.dtype]))
-            image = tensor
-            if moves(transformation, patterns[name]):
-                # Permutations and signs are exact in any dtype; only rotations need more.
-                rotated = moves(
-                    tuple(e for e in transformation if isinstance(e, Rotate)), patterns[name]
+    def _side(
+        self, side: str, values: Mapping[str, torch.Tensor | None]
+    ) -> dict[str, torch.Tensor]:
+        """Return the tensors of one model by leg name, without those that it lacks."""
+        result = {}
+        for leg in self.legs:
+            tensor = values[f"{side}:{leg.name}"]
+            if tensor is None:
+                continue
+            expected = Pattern.parse(leg.pattern).shape(dict(self.sizes))
+            if tuple(tensor.shape) != expected:
+                load = leg.reference if side == "reference" else leg.other
+                raise RotationError(
+                    f"{load.model}: {load.tensor} has shape {tuple(tensor.shape)} where its "
+                    f"config demands {expected}; repair the model"
                 )
-                source = tensor.to(work) if rotated else tensor
-                image = act(transformation, source, patterns[name], sizes)
-            if a is not None:
-                a = a.to(work)
-                scale += float(a.square().sum())
-                change = float((a - tensor.to(work)).square().sum())
-                before += change
-                after += change if image is tensor else float((a - image.to(work)).square().sum())
-            dtype = target[name] or tensor.dtype
-            moved[name] = image if image.dtype == dtype else image.to(dtype)
-        if after > before:  # nothing may get worse, not even by rounding
-            moved = {n: t if (d := target[n]) is None else t.to(d) for n, t in other.items()}
-            return moved, (), (before, before, scale)
-        return moved, transformation, (before, after, scale)
+            result[leg.name] = tensor
+        return result
 
-    def _solve(
+    def _move(
         self,
+        transformation: Transformation,
         reference: Mapping[str, torch.Tensor],
         other: Mapping[str, torch.Tensor],
-        patterns: Mapping[str, Pattern],
-        target: Mapping[str, torch.dtype | None],
+    ) -> tuple[dict[str, torch.Tensor], float, float, float]:
+        """Return the moved tensors, and squared distances: before, after, of the reference."""
+        rotations = tuple(element for element in transformation if isinstance(element, Rotate))
+        moved: dict[str, torch.Tensor] = {}
+        before = after = scale = 0.0
+        for leg in self.legs:
+            if leg.name not in other:
+                continue
+            tensor, pattern = other[leg.name], Pattern.parse(leg.pattern)
+            fixed = reference.get(leg.name)
+            work = working_dtype(tensor.dtype, *([] if fixed is None else [fixed.dtype]))
+            # Permutations and signs are exact in any dtype; only rotations need more.
+            source = tensor.to(work) if moves(rotations, pattern) else tensor
+            image = act(transformation, source, pattern, dict(self.sizes))
+            if fixed is not None:
+                fixed = fixed.to(work)
+                scale += float(fixed.square().sum())
+                change = float((fixed - tensor.to(work)).square().sum())
+                same = image is tensor
+                before += change
+                after += change if same else float((fixed - image.to(work)).square().sum())
+            moved[leg.name] = image.to(dtype_from_name(leg.dtype) or tensor.dtype)
+        return moved, before, after, scale
+
+    def _solve(
+        self, reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
     ) -> Transformation:
+        patterns = {leg.name: Pattern.parse(leg.pattern) for leg in self.legs}
         sizes = dict(self.sizes)
-        try:
-            if self.query_key is None or self.value_output is None:
-                return solve_neurons(reference, other, NeuronLayout(patterns, sizes))
-            layout = AttentionLayout(patterns, sizes, self.query_key, self.value_output)
-            stored = next(target[name] or tensor.dtype for name, tensor in other.items())
-            return solve_attention(
-                reference,
-                other,
-                layout,
-                query_key=self.use_query_key,
-                value_output=self.use_value_output,
-                heads=self.use_heads,
-                stored=stored,
-            )
-        except SymmetryError as problem:
-            raise RotationError(f"{self.legs[0].other.model}, {self.layer}: {problem}") from problem
+        if self.query_key is None or self.value_output is None:
+            return solve_neurons(reference, other, NeuronLayout(patterns, sizes))
+        layout = AttentionLayout(patterns, sizes, self.query_key, self.value_output)
+        stored = next(
+            dtype_from_name(leg.dtype) or other[leg.name].dtype
+            for leg in self.legs
+            if leg.name in other
+        )
+        return solve_attention(
+            reference,
+            other,
+            layout,
+            query_key=self.use_query_key,
+            value_output=self.use_value_output,
+            heads=self.use_heads,
+            stored=stored,
+        )
 
 
 class Input(BaseModel, frozen=True):

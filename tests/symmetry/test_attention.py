@@ -121,7 +121,8 @@ def test_planted_transformation_is_undone_where_heads_are_rank_deficient(seed, k
     for name, tensor in tensors(layout, seed).items():
         columns = tensor if name != "o" else tensor.mT
         heads = columns.reshape(kv, group.n, -1)
-        low = (heads[:, :, :rank] @ heads[:, :rank, :]).reshape(columns.shape)
+        keep = min(rank, group.n)
+        low = (heads[:, :, :keep] @ heads[:, :keep, :]).reshape(columns.shape)
         reference[name] = low if name != "o" else low.mT
     other = moved(layout, inverse(draw_motion(layout, seed + 1)), reference)
     result = aligned(layout, reference, other)
