@@ -9,6 +9,7 @@ import os
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
+from typing import Any
 
 from mergekit_rotation.graph.errors import RotationError
 
@@ -55,6 +56,7 @@ class Run:
 
     out_path: str | None = None
     records: list[Record] = field(default_factory=list)
+    writer: Any = None
     _begun: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -84,6 +86,9 @@ class Run:
 
         A merge whose config was written already is complete and stays.
         """
+        threads = getattr(self.writer, "_executor", None)  # of --async-write
+        if threads is not None:
+            threads.shutdown(wait=True, cancel_futures=True)
         if self._begun and self.out_path is not None:
             if not os.path.exists(os.path.join(self.out_path, "config.json")):
                 self._remove(*_WEIGHTS)

@@ -186,6 +186,8 @@ def plan_alignment() -> None:
     _wrap(MergePlanner, "plan_layer", layer, _plan_layer)
     _wrap(MergePlanner, "_plan", ("self",), _plan)
     _wrap(MergePlanner, "plan_to_disk", ("self", "out_path"), _plan_to_disk)
+    writer = _class("mergekit.io.tasks", "TensorWriterTask")
+    _wrap(writer, "execute", ("self",), _open_writer)
 
 
 def _plan(original: Callable[..., Any], planner: Any) -> None:
@@ -232,6 +234,14 @@ def _plan_to_disk(original: Callable[..., Any], planner: Any, out_path: str) -> 
     if methods.aligned_method(planner.config.merge_method) is not None:
         run.current().begin_output(out_path, planner._rotation.context.paths())
     return tasks
+
+
+def _open_writer(original: Callable[..., Any], task: Any, **kwargs: Any) -> Any:
+    from mergekit_rotation.graph import run
+
+    writer = original(task, **kwargs)
+    run.current().writer = writer
+    return writer
 
 
 # -- mergekit.merge: the end of a merge -----------------------------------------------------------

@@ -190,6 +190,17 @@ def test_nan_and_inf_leave_no_model_behind(twins, tmp_path, value, name):
     assert not list(out.glob("*.safetensors*"))
 
 
+def test_shards_that_are_still_being_written_do_not_stay(twins, tmp_path):
+    def damage(state):
+        state["model.norm.weight"].view(-1)[0] = float("nan")
+
+    other = changed_copy(twins.others[0], tmp_path / "b", damage)
+    out = tmp_path / "out"
+    options = ("--async-write", "--out-shard-size", "1000")
+    refused([twins.reference, other], out, "model.norm.weight", options=options)
+    assert not list(out.glob("*"))
+
+
 def test_damaged_shard(twins, tmp_path):
     other = changed_copy(twins.others[0], tmp_path / "b", lambda s: s)
     file = other / "model.safetensors"

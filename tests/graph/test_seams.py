@@ -48,6 +48,18 @@ def test_merge_binds_the_planner_class_at_import_so_methods_are_patched_on_it():
         assert getattr(MergePlanner, name)._mergekit_rotation
 
 
+def test_the_writer_of_a_merge_is_known(tmp_path):
+    from mergekit.io.tasks import TensorWriterTask
+
+    from mergekit_rotation.graph import run
+
+    task = TensorWriterTask(out_path=str(tmp_path), max_shard_size=1, use_async=True)
+    writer = task.execute()
+    assert run.current().writer is writer
+    assert hasattr(writer, "_executor")
+    writer._executor.shutdown()
+
+
 def test_both_plans_go_through_the_private_plan():
     for method in (MergePlanner.plan_to_disk, MergePlanner.plan_in_memory):
         assert "self._plan()" in inspect.getsource(inspect.unwrap(method))

@@ -23,8 +23,6 @@ from laws import (
     draw_tensors,
     length,
     move,
-    normal,
-    rng,
     tolerance,
 )
 from mergekit_rotation.symmetry import (
@@ -425,11 +423,8 @@ def test_solution_is_reproducible():
     assert all(torch.equal(first[name], second[name]) for name in first)
 
 
-def test_noise_control():
-    """Negative control: an unrelated model is moved, so staying is not all the solver can do."""
+def test_an_unrelated_model_is_moved():
+    """Negative control: staying is not all the solver can do."""
     layout = attention(Orthogonal(4), Orthogonal(4), kv=3, e=16)
-    assert elements(solve_attention(tensors(layout, 0), tensors(layout, 1), layout)) >= {
-        (Rotate, "qk"),
-        (Rotate, "vo"),
-    }
-    assert normal(rng(0), 1) != normal(rng(1), 1)
+    result = solve_attention(tensors(layout, 0), tensors(layout, 1), layout)
+    assert elements(result) >= {(Rotate, "qk"), (Rotate, "vo")}
