@@ -44,7 +44,7 @@ def test_the_quickstart_merges_what_plain_averaging_destroys(tmp_path):
     for k in (0, 1):
         assert loss[str(merged)][k] < parents[k]
         assert loss[str(plain)][k] > parents[k] + 1
-    shown = re.findall(r"\| `?([\w ]+)`? \| \**([\d.]+)\** \| \**([\d.]+)\** \|", README)
+    shown = re.findall(r"\| `?([\w -]+)`? \| \**([\d.]+)\** \| \**([\d.]+)\** \|", README)
     quoted = {name: (float(code), float(docs)) for name, code, docs in shown}
     names = {
         "the model": model,

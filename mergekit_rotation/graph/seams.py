@@ -63,7 +63,7 @@ def _differs(place: str, how: str) -> SeamError:
 
 def _class(module: str, name: str) -> Any:
     """Return a class of mergekit's."""
-    found = getattr(sys.modules[module], name, None)
+    found = getattr(sys.modules.get(module), name, None)
     if not isinstance(found, type):
         raise _differs(f"{module}.{name}", "there is no such class")
     return found
