@@ -284,10 +284,12 @@ def test_small_noise_moves_nothing(name, dtype, g):
     assert solve_attention(reference, other, layout) == ()
 
 
-def _repeat(axis):
+def _repeat(axis, kinds=1):
+    """Make all entries of an axis equal, or of as many kinds as asked for, in turn."""
+
     def change(piece, x):
         dim = piece.dim(axis)
-        return x if dim is None else x.narrow(dim, 0, 1).expand_as(x)
+        return x if dim is None else x.index_select(dim, torch.arange(x.shape[dim]) % kinds)
 
     return change
 
@@ -334,6 +336,22 @@ def test_degenerate_heads(change, layout, seed):
         assert distance(a, aligned(layout, a, b)) <= distance(a, b) + rounding(a, b)
     low = {name: tensor.float() for name, tensor in strange.items()}
     assert solve_attention(low, low, layout) == ()
+
+
+@pytest.mark.parametrize("axis", ["kv", "g"])
+@pytest.mark.parametrize("kinds", [1, 2, 3])
+@LAW
+@given(seed=SEEDS, e=st.integers(24, 96))
+def test_ties_between_many_equal_heads_resolve_to_the_identity(axis, kinds, seed, e):
+    kv, g = (7, 1) if axis == "kv" else (1, 7)
+    layout = attention(PlaneSigns(8, rotary_pairs(8, "half")), Orthogonal(8), kv=kv, g=g, e=e)
+    reference = {}
+    for name, tensor in tensors(layout, seed).items():
+        pattern = layout.patterns[name]
+        pieces = pattern.split(tensor.float(), layout.sizes)
+        changed = [_repeat(axis, kinds)(piece, piece.tensor) for piece in pieces]
+        reference[name] = pattern.join(changed, layout.sizes)
+    assert solve_attention(reference, reference, layout) == ()
 
 
 # -- switches and missing tensors -----------------------------------------------------------
