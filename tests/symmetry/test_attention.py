@@ -112,10 +112,10 @@ def test_planted_transformation_is_undone_for_every_group_and_form(name, form):
 
 
 @LAW
-@given(seed=SEEDS, kv=st.integers(1, 2), m=st.integers(4, 8), d=st.integers(4, 8))
-def test_planted_order_of_many_query_heads_is_undone(seed, kv, m, d):
-    """Started from the identity alone, the alternation would get stuck."""
-    layout = attention(Orthogonal(d), Orthogonal(d), kv=kv, g=m, e=2 * d)
+@given(seed=SEEDS, kv=st.integers(1, 2), m=st.integers(2, 5), d=st.integers(2, 8))
+def test_planted_order_of_query_heads_is_undone_in_narrow_models(seed, kv, m, d):
+    """Started from the identity alone, the alternation gets stuck."""
+    layout = attention(Orthogonal(d), Orthogonal(d), kv=kv, g=m, e=d)
     reference = tensors(layout, seed)
     other = moved(layout, inverse(draw_motion(layout, seed + 1)), reference)
     result = aligned(layout, reference, other)
@@ -204,8 +204,8 @@ def test_at_least_as_good_as_what_was_planted_under_noise(layout, seed, noise):
     assert at_most(layout, reference, result, moved(layout, motion, other))
 
 
-def value_of_pairs(layout, reference, other):
-    """Best match of every pair of heads, from the definition, for one query head per group."""
+def smallest_square(layout, reference, other):
+    """Smallest squared distance over all orders of heads, for one query head per group."""
     kv = layout.sizes["kv"]
     values = torch.zeros(kv, kv, dtype=DOUBLE)
     for axis, group in (("qk", layout.query_key), ("vo", layout.value_output)):
@@ -220,7 +220,8 @@ def value_of_pairs(layout, reference, other):
             heads.append(torch.cat(legs, dim=-1))
         for a, b in itertools.product(range(kv), repeat=2):
             values[a, b] += group.value(heads[0][a] @ heads[1][b].mT)
-    return values
+    best = max(values[range(kv), list(p)].sum() for p in itertools.permutations(range(kv)))
+    return length(reference) ** 2 + length(other) ** 2 - 2 * float(best)
 
 
 @LAW
@@ -233,49 +234,47 @@ def value_of_pairs(layout, reference, other):
 def test_order_of_heads_is_the_best_of_all(seed, kv, groups, form):
     layout = attention(*groups, form=form, kv=kv, g=1, e=2 * max(g.n for g in groups))
     reference, other = tensors(layout, seed), tensors(layout, seed + 1)
-    values = value_of_pairs(layout, reference, other)
-    rows = torch.arange(kv)
-    best = max(values[rows, list(p)].sum() for p in itertools.permutations(range(kv)))
-    result = solve_attention(reference, other, layout)
-    order = next((e.index for e in result if isinstance(e, Permute)), rows)
-    atol = tolerance(count(reference)) * length(reference) * length(other)
-    assert abs(values[rows, order].sum() - best) <= atol
+    smallest = smallest_square(layout, reference, other)
+    after = distance(reference, aligned(layout, reference, other)) ** 2
+    atol = tolerance(count(reference)) * (length(reference) ** 2 + length(other) ** 2)
+    assert smallest - atol <= after
+    assert (1 - reserve(layout)) * after <= smallest + atol
 
 
 @pytest.mark.parametrize("name", [n for n in GROUPS if GROUPS[n](2).freedom == 0])
-def test_distance_is_the_smallest_of_all_for_finite_groups(name):
+@LAW
+@given(seed=SEEDS, kv=st.integers(1, 5))
+def test_distance_is_the_smallest_of_all_for_finite_groups(name, seed, kv):
     """Without a rotation to weigh, the distance itself is what brute force finds."""
-    layout = attention(GROUPS[name](2), Trivial(2), kv=4, e=3)
-    reference, other = tensors(layout, 0), tensors(layout, 1)
-    values = value_of_pairs(layout, reference, other)
-    best = max(values[range(4), list(p)].sum() for p in itertools.permutations(range(4)))
-    square = length(reference) ** 2 + length(other) ** 2 - 2 * float(best)
+    layout = attention(GROUPS[name](2), Trivial(2), kv=kv, e=3)
+    reference, other = tensors(layout, seed), tensors(layout, seed + 1)
     after = distance(reference, aligned(layout, reference, other)) ** 2
     atol = tolerance(count(reference)) * (length(reference) ** 2 + length(other) ** 2)
-    assert abs(after - square) <= atol
+    assert abs(after - smallest_square(layout, reference, other)) <= atol
 
 
 @LAW
-@given(seed=SEEDS, kv=st.integers(1, 3), m=st.integers(1, 3), switched_off=st.booleans())
-def test_order_of_grouped_heads_is_the_best_of_all_without_rotations(seed, kv, m, switched_off):
+@given(seed=SEEDS, kv=st.integers(2, 5), m=st.integers(1, 4), d=st.integers(1, 3))
+def test_order_of_grouped_heads_is_the_best_of_all_without_rotations(seed, kv, m, d):
     """With nothing to rotate the order of queries is a linear assignment, and solved exactly."""
-    group = Orthogonal if switched_off else Trivial
-    layout = attention(group(2), group(3), kv=kv, g=m, e=4)
+    layout = attention(Orthogonal(d), Orthogonal(d), kv=kv, g=m, e=4, biases=False)
     reference, other = tensors(layout, seed), tensors(layout, seed + 1)
     result = aligned(layout, reference, other, query_key=False, value_output=False)
-    smallest = min(
-        distance(
-            reference,
-            moved(
-                layout,
-                (Permute("kv", torch.tensor(heads)), Permute("g", torch.tensor(inside), per="kv")),
-                other,
-            ),
-        )
-        for heads in itertools.permutations(range(kv))
-        for inside in itertools.product(itertools.permutations(range(m)), repeat=kv)
-    )
-    assert distance(reference, result) <= smallest + rounding(reference, other)
+    flat = []
+    for side in (reference, other):
+        turned = side | {"o": side["o"].mT}
+        heads = torch.stack([turned[name].reshape(kv, m, -1) for name in ("q", "o")])
+        groups = torch.stack([turned[name].reshape(kv, -1) for name in ("k", "v")])
+        flat.append((groups, heads))
+    (groups, heads), (other_groups, other_heads) = flat
+    score = torch.einsum("lax,lbx->ab", groups, other_groups)
+    queries = torch.einsum("laix,lbjx->abij", heads, other_heads)
+    inside = torch.tensor(list(itertools.permutations(range(m))))
+    score += queries[:, :, torch.arange(m), inside].sum(-1).amax(-1)
+    best = max(score[range(kv), list(p)].sum() for p in itertools.permutations(range(kv)))
+    square = length(reference) ** 2 + length(other) ** 2
+    atol = tolerance(count(reference)) * square
+    assert abs(distance(reference, result) ** 2 - (square - 2 * float(best))) <= atol
 
 
 # -- models in the same coordinates ---------------------------------------------------------
@@ -374,12 +373,12 @@ def test_degenerate_heads(change, layout, seed):
 @pytest.mark.parametrize("dtype", [*LOW, DOUBLE])
 @pytest.mark.parametrize("axis", ["kv", "g"])
 @LAW
-@given(seed=SEEDS, kinds=st.integers(1, 9), e=st.sampled_from([64, 257]))
-def test_ties_between_equal_heads_resolve_to_the_identity(axis, dtype, seed, kinds, e):
+@given(seed=SEEDS, n=st.sampled_from([3, 5, 8]), kinds=st.integers(1, 3))
+def test_ties_between_equal_heads_resolve_to_the_identity(axis, dtype, seed, n, kinds):
     """Equal heads score alike but for rounding, which differs from place to place."""
-    kv, g = (12, 1) if axis == "kv" else (2, 12)
-    layout = attention(Trivial(4), PlaneSigns(4, rotary_pairs(4, "half")), kv=kv, g=g, e=e)
-    which = torch.randint(kinds, (12,), generator=rng(seed))
+    kv, g = (n, 1) if axis == "kv" else (1, n)
+    layout = attention(PlaneSigns(2, rotary_pairs(2, "half")), Trivial(2), kv=kv, g=g, e=257)
+    which = torch.randint(kinds, (n,), generator=rng(seed))
     reference = {}
     for name, tensor in tensors(layout, seed).items():
         pattern, changed = layout.patterns[name], []
@@ -391,27 +390,30 @@ def test_ties_between_equal_heads_resolve_to_the_identity(axis, dtype, seed, kin
     assert solve_attention(reference, reference, layout) == ()
 
 
+@pytest.mark.parametrize("dtype", LOW)
 @LAW
-@given(
-    seed=SEEDS, d=st.integers(2, 8), rank=st.integers(1, 7), dtype=st.sampled_from([*LOW, DOUBLE])
-)
-def test_dead_directions_of_a_head_stay(seed, d, rank, dtype):
-    """Only the dimensions that carry weights are turned; the others see the identity."""
+@given(seed=SEEDS, d=st.integers(2, 8), rank=st.integers(1, 7))
+def test_directions_without_weight_stay(dtype, seed, d, rank):
+    """Weights whose products are far below the rounding error of a head turn nothing."""
     live = torch.randperm(d, generator=rng(seed))[:rank]
-    mask = torch.zeros(d, dtype=DOUBLE)
-    mask[live] = 1
     turn = torch.eye(d, dtype=DOUBLE)
     turn[live[:, None], live] = Orthogonal(len(live)).sample(1, rng(seed + 1))[0]
     layout = attention(Orthogonal(d), Trivial(1), kv=1, e=4 * d, biases=False)
     reference = tensors(layout, seed + 2)
-    reference |= {name: mask[:, None] * reference[name] for name in ("q", "k")}
     other = moved(layout, inverse((Rotate("qk", turn[None], per="kv"),)), reference)
+    other = {name: tensor.clone() for name, tensor in other.items()}
+    dead = torch.tensor(sorted(set(range(d)) - set(live.tolist())), dtype=torch.long)
+    level = 1 / 1024  # of the products, relative to eps
+    tiny = (level * torch.finfo(torch.float32).eps) ** 0.5
+    strange = tensors(layout, seed + 3)
+    for name in ("q", "k"):
+        other[name][dead] = tiny * strange[name][dead]
+        reference[name][dead] *= tiny
     sides = [{n: t.to(dtype) for n, t in side.items()} for side in (reference, other)]
-    dead = torch.nonzero(mask == 0)[:, 0]
     for element in solve_attention(*sides, layout):
-        found = element.matrix[0][dead[:, None], dead]
+        found = element.matrix[0][dead[:, None], dead].double()
         eye = torch.eye(len(dead), dtype=DOUBLE)
-        assert torch.allclose(found.double(), eye, rtol=0, atol=tolerance(d))
+        assert torch.allclose(found, eye, rtol=0, atol=d**2 * level)
 
 
 # -- switches and missing tensors -----------------------------------------------------------
