@@ -59,9 +59,9 @@ def solve_attention(
     the rotation that key and value heads alone ask for; each step can only raise the objective.
 
     A head is rotated only where that brings it closer by more than storing the rotated numbers
-    in ``stored`` will move them by rounding, and by more than twice what fitting a rotation to
-    unstructured differences gains on average: p of N numbers fitted explain p/N of their
-    energy. So models in the same coordinates stay there. Ties and directions that the weights do
+    in ``stored`` will move them by rounding, and by more than fitting a rotation to differences
+    without any structure can gain (p of N numbers fitted explain p/N of their energy on average).
+    So models in the same coordinates stay there. Ties and directions that the weights do
     not determine (dead or rank-deficient heads) resolve to the identity.
 
     Parameters
@@ -78,11 +78,18 @@ def solve_attention(
     tuple of elements
         Empty if nothing moves. Computed in float32 or better.
 
+    Raises
+    ------
+    SymmetryError
+        If the weights are not finite, or a tensor does not have the shape of its pattern.
+
     References
     ----------
     "Beyond the Permutation Symmetry of Transformers: The Role of Rotation for Model Fusion",
     arXiv 2502.00264, section 3 (rotations in closed form, one per head).
     """
+    if not any(name in reference and name in other for name in layout.patterns):
+        return ()
     solver = _Solver(reference, other, layout, query_key, value_output, heads, stored)
     with single_thread(solver.device):  # all that is left works on matrices of a head's size
         return solver.solve()
@@ -107,7 +114,7 @@ class _Solver:
         self.legs = [(reference[n], other[n], layout.patterns[n]) for n in names]
         dtypes = [tensor.dtype for leg in self.legs for tensor in leg[:2]]
         self.work = working_dtype(*dtypes)
-        self.stored = stored or (dtypes[0] if dtypes else self.work)
+        self.stored = stored or dtypes[1]
         chosen = {
             "qk": layout.query_key if query_key else Trivial(layout.query_key.n),
             "vo": layout.value_output if value_output else Trivial(layout.value_output.n),
@@ -125,11 +132,12 @@ class _Solver:
             )
             for axis, group in chosen.items()
         }
-        # Rounding error of the objective of one head: what a change must gain at least.
-        scale = sum(float(g.norm_ref.max() * g.norm_other.max()) for g in self.axes.values())
+        # Rounding errors of the objective of a head: what a change must gain at least.
+        scale = torch.stack([g.norm_ref * g.norm_other for g in self.axes.values()]).sum(0)
         depth = float(max(g.group.n for g in self.axes.values())) ** 0.5
-        tiny = torch.finfo(torch.float64).tiny
-        self.tie: float = 8 * torch.finfo(self.work).eps * depth * scale + tiny
+        double = torch.finfo(torch.float64)
+        self.tie: torch.Tensor = 8 * torch.finfo(self.work).eps * depth * scale
+        self.tie += 64 * double.eps * scale.max() + double.tiny  # those of the assignment itself
 
     def solve(self) -> Transformation:
         straight = torch.arange(self.kv, device=self.device)
@@ -165,15 +173,15 @@ class _Solver:
         for axis in self.axes.values():
             total += axis.group.bound(axis.shared.double())
             if axis.query is not None:
-                queries += axis.group.bound(axis.query).double()
+                queries += axis.group.bound(axis.query.double())
         total += queries.amax(-1).sum(-1)
-        # The scores below carry the slack and the bonus of the diagonal: bound them as well.
-        return total + 3 * self.tie
+        # The scores below carry the bonus of the diagonal, and rounding errors: bound them too.
+        return total + 2 * self.tie.max()
 
     def _scores(self, pairs: torch.Tensor) -> torch.Tensor:
         a, b = pairs.unbind(1)
         value, _ = self._match(a, b)
-        return value + self.tie * (a == b)
+        return value + self.tie[a] * (a == b)
 
     def _match(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Best value and order of query heads for the pairs (a, b): (k,) and (k, m)."""
@@ -182,10 +190,7 @@ class _Solver:
         if self.m == 1:
             return value, straight
         best, order = self._alternate(a, b, straight, value, elements)
-        alone = [
-            axis.group.project(axis.shared[a, b].double() + axis.slack(a, b))
-            for axis in self.axes.values()
-        ]
+        alone = [axis.project(a, b, axis.shared[a, b].double()) for axis in self.axes.values()]
         start = self._reorder(a, b, alone)
         if not torch.equal(start, straight):
             value, elements = self._value(a, b, start)
@@ -201,17 +206,16 @@ class _Solver:
         total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
         elements = []
         for axis in self.axes.values():
-            gram = axis.gram(a, b, order)
-            elements.append(axis.group.project(gram))
-            total += inner(elements[-1], gram)
+            # As it will be applied: a head that would not be rotated must not win by rotation.
+            elements.append(axis.rotation(a, b, order, self.stored))
+            total += inner(elements[-1], axis.gram(a, b, order))
         return total, elements
 
     def _reorder(
         self, a: torch.Tensor, b: torch.Tensor, elements: list[torch.Tensor]
     ) -> torch.Tensor:
         """Best order of the query heads for given rotations, (k, m)."""
-        bonus = torch.eye(self.m, dtype=torch.float64, device=a.device) * self.tie / self.m
-        score = bonus.expand(len(a), -1, -1)
+        score = torch.diag_embed((self.tie[a, None] / self.m).expand(-1, self.m))
         for axis, g in zip(self.axes.values(), elements, strict=True):
             if axis.query is not None:
                 score = score + torch.einsum("kxy,kijxy->kij", g, axis.query[a, b].double())

@@ -79,22 +79,37 @@ class Pattern:
         Raises
         ------
         PatternError
-            If the text is not a pattern or holds more than one concatenation.
+            If the text is not a pattern, holds more than one concatenation, or names an axis
+            twice in one piece.
         """
         dims = _Parser(text).dims()
         if sum(isinstance(f, Concat) for dim in dims for f in dim) > 1:
             raise PatternError(f"pattern {text!r} has more than one concatenation")
-        return Pattern(text, dims)
+        pattern = Pattern(text, dims)
+        for axes in pattern.pieces:
+            names = [base_axis(name) for name in axes]
+            if len(set(names)) != len(names):
+                raise PatternError(f"pattern {text!r} names an axis twice")
+        return pattern
+
+    @property
+    def pieces(self) -> list[Names]:
+        """Names of the axes of each piece, sign marks included, as `split` gives them."""
+        factors = [factor for dim in self.dims for factor in dim]
+        lengths = [len(f.parts) for f in factors if isinstance(f, Concat)]
+        return [
+            tuple(
+                name
+                for factor in factors
+                for name in (factor.parts[k] if isinstance(factor, Concat) else (factor,))
+            )
+            for k in range(lengths[0] if lengths else 1)
+        ]
 
     @property
     def axes(self) -> frozenset[str]:
         """Names of all axes, without sign marks."""
-        names: set[str] = set()
-        for dim in self.dims:
-            for factor in dim:
-                parts = factor.parts if isinstance(factor, Concat) else ((factor,),)
-                names.update(base_axis(name) for part in parts for name in part)
-        return frozenset(names)
+        return frozenset(base_axis(name) for axes in self.pieces for name in axes)
 
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape that a tensor of this pattern has for the given axis sizes."""
@@ -181,6 +196,8 @@ class _Parser:
         while self.tokens and self.tokens[0] != ")":
             factors.append(self._factor())
         self._take(")")
+        if not factors:
+            raise PatternError(f"cannot read axis pattern {self.text!r}: empty brackets")
         return tuple(factors)
 
     def _factor(self) -> Factor:

@@ -11,6 +11,7 @@ from typing import Literal
 
 import torch
 
+from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.precision import single_thread
 
 Pairing = Literal["half", "interleaved"]
@@ -49,13 +50,16 @@ class Group(ABC):
         """Dimension of the group as a manifold: how many numbers a projection fits."""
 
     @abstractmethod
-    def project(self, gram: torch.Tensor) -> torch.Tensor:
+    def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         """Return the element g that maximises <g, M>.
 
         Parameters
         ----------
         gram : Tensor, shape (..., n, n)
             M = sum over legs of reference times other transposed.
+        noise : Tensor, shape (...), optional
+            Size of the rounding errors of M. Directions in which M is not larger are undetermined
+            and resolve to what is nearest to the identity.
 
         Returns
         -------
@@ -94,7 +98,7 @@ class Trivial(Group):
     exact = True
     freedom = 0
 
-    def project(self, gram: torch.Tensor) -> torch.Tensor:
+    def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         eye = torch.eye(self.n, dtype=gram.dtype, device=gram.device)
         return eye.expand(gram.shape)
 
@@ -129,9 +133,16 @@ class Orthogonal(Group):
     def freedom(self) -> int:
         return self.n * (self.n - 1) // 2
 
-    def project(self, gram: torch.Tensor) -> torch.Tensor:
+    def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         with single_thread(gram.device):
-            u, _, vh = torch.linalg.svd(gram)
+            u, s, vh = torch.linalg.svd(gram)
+            if noise is not None and bool((s <= noise[..., None]).any()):
+                # Complete the determined part U1 V1^T on the null spaces by the part of the
+                # identity that maps one to the other; polar factors act block by block.
+                null = (s <= noise[..., None]).to(s.dtype)
+                left = (u * null[..., None, :]) @ u.mT
+                right = (vh.mT * null[..., None, :]) @ vh
+                u, _, vh = torch.linalg.svd((u * (1 - null[..., None, :])) @ vh + left @ right)
             result: torch.Tensor = u @ vh
         return result
 
@@ -155,6 +166,10 @@ class _Planes(Group):
 
     n: int
     pairs: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        if sorted(dim for pair in self.pairs for dim in pair) != list(range(self.n)):
+            raise SymmetryError(f"pairs {self.pairs} do not cover {self.n} dimensions once each")
 
     def _index(self, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
         pairs = torch.tensor(self.pairs, dtype=torch.long, device=device).reshape(-1, 2)
@@ -191,12 +206,14 @@ class PlaneRotations(_Planes):
     def freedom(self) -> int:
         return len(self.pairs)
 
-    def project(self, gram: torch.Tensor) -> torch.Tensor:
+    def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         real, imag = self._overlap(gram)
         modulus = torch.hypot(real, imag)
-        safe = torch.where(modulus > 0, modulus, torch.ones_like(modulus))
-        cos = torch.where(modulus > 0, real / safe, torch.ones_like(real))
-        return self._matrix(cos, imag / safe)
+        least = 0.0 if noise is None else noise[..., None]
+        determined = modulus > least
+        safe = torch.where(determined, modulus, torch.ones_like(modulus))
+        cos = torch.where(determined, real / safe, torch.ones_like(real))
+        return self._matrix(cos, torch.where(determined, imag / safe, torch.zeros_like(imag)))
 
     def value(self, gram: torch.Tensor) -> torch.Tensor:
         return torch.hypot(*self._overlap(gram)).sum(-1)
@@ -216,9 +233,10 @@ class PlaneSigns(_Planes):
     exact = True
     freedom = 0
 
-    def project(self, gram: torch.Tensor) -> torch.Tensor:
+    def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         real, _ = self._overlap(gram)
-        sign = torch.where(real < 0, -torch.ones_like(real), torch.ones_like(real))
+        least = 0.0 if noise is None else noise[..., None]
+        sign = torch.where(real < -least, -torch.ones_like(real), torch.ones_like(real))
         return self._matrix(sign, torch.zeros_like(sign))
 
     def value(self, gram: torch.Tensor) -> torch.Tensor:
@@ -266,8 +284,8 @@ class DirectSum(Group):
             start = stop
         return g
 
-    def project(self, gram: torch.Tensor) -> torch.Tensor:
-        return self._assemble([block.project(part) for block, part in self._ranges(gram)])
+    def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        return self._assemble([block.project(part, noise) for block, part in self._ranges(gram)])
 
     def value(self, gram: torch.Tensor) -> torch.Tensor:
         return torch.stack([block.value(part) for block, part in self._ranges(gram)]).sum(0)

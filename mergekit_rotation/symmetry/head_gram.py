@@ -1,11 +1,13 @@
 """Cross-Gram matrices between the heads of two attention layers, and their projection."""
 
+import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from mergekit_rotation.symmetry.axes import Piece
+from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.groups import Group, inner
 
 
@@ -16,7 +18,7 @@ class HeadGram:
     group: Group
     shared: torch.Tensor  # (a, b, d, d): legs without query axis (keys, values)
     query: torch.Tensor | None  # (a, b, i, j, d, d): legs of query head i of a and j of b
-    norm_ref: torch.Tensor  # (kv,) Frobenius norms over all legs
+    norm_ref: torch.Tensor  # (kv,) Frobenius norms over all legs, float64
     norm_other: torch.Tensor
     length: int  # number of products summed into one entry
     entries: int  # number of weights per key/value head
@@ -27,41 +29,51 @@ class HeadGram:
         if self.query is not None:
             i = torch.arange(order.shape[1], device=a.device)
             gram = gram + self.query[a[:, None], b[:, None], i, order].sum(1)
-        return gram.double() + self.slack(a, b)
+        return gram.double()
 
-    def slack(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-        """Multiple of the identity at the level of the rounding errors of M.
+    def project(self, a: torch.Tensor, b: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+        """Best element for the matrices ``gram`` (k, d, d) of the pairs (a, b).
 
-        Adding it leaves what the weights determine as it is and makes the projection choose the
-        identity in the directions that they do not determine.
+        The errors of sums of n products add up like sqrt(n) eps times the norms of the factors.
         """
-        d = self.group.n
-        scale = self.norm_ref[a] * self.norm_other[b]
-        noise: torch.Tensor = 4 * torch.finfo(self.shared.dtype).eps * d**-0.5 * scale.double()
-        noise = noise + torch.finfo(torch.float64).tiny
-        return noise[:, None, None] * torch.eye(d, dtype=torch.float64, device=a.device)
+        eps = torch.finfo(self.shared.dtype).eps
+        return self.group.project(
+            gram, self.length**0.5 * eps * self.norm_ref[a] * self.norm_other[b]
+        )
 
     def rotation(
         self, a: torch.Tensor, b: torch.Tensor, order: torch.Tensor, stored: torch.dtype
     ) -> torch.Tensor:
         """Best element for each pair, or the identity where moving does not pay; (k, d, d)."""
         gram = self.gram(a, b, order)
-        g = self.group.project(gram)
+        g = self.project(a, b, gram)
         eye = torch.eye(self.group.n, dtype=g.dtype, device=g.device)
         # Decrease of the squared distance, 2 <g - 1, M>, written without cancellation: at the
         # optimum g^T M is symmetric on the group's algebra and (g - 1)^T (g - 1) = 2 - g - g^T.
         gain = inner((g - eye).mT @ (g - eye), g.mT @ gram)
         # Mean square of a rounding error is at most (eps |x|)^2 / 12 per entry.
         rounding = 0.0 if self.group.exact else torch.finfo(stored).eps ** 2 / 12
-        # The gain is of second order in the errors of M once the slack is added.
-        noise = self.length * torch.finfo(self.shared.dtype).eps ** 2
+        # Rounding errors of M can feign a gain of the first order.
+        noise = 4.0 * float(self.group.n) ** 0.5 * torch.finfo(self.shared.dtype).eps
         cost = rounding * self.norm_other[b] ** 2 + noise * self.norm_ref[a] * self.norm_other[b]
-        # What fitting as many numbers to differences without any structure would gain, twice.
         square = self.norm_ref[a] ** 2 + self.norm_other[b] ** 2
-        distance = square.double() - 2 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-        chance = 2 * self.group.freedom / max(self.entries, 1) * distance.clamp(min=0)
-        keep = (gain > cost.double() + chance)[:, None, None]
-        return torch.where(keep, g, eye)
+        distance = square - 2 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+        keep = gain > cost + self._chance() * distance.clamp(min=0)
+        return torch.where(keep[:, None, None], g, eye)
+
+    def _chance(self) -> float:
+        """Share of unstructured differences that fitting the group's p numbers explains at most.
+
+        The energy that p of N numbers explain is chi-squared with p degrees of freedom: above
+        p + 2 sqrt(p t) + 2 t with probability exp(-t) at most (Laurent and Massart, Annals of
+        Statistics 28, 2000, doi:10.1214/aos/1015957395, lemma 1). Here t = 20, at least twice the
+        mean is asked for, and never more than half of the distance.
+        """
+        p, t = float(self.group.freedom), 20.0
+        if p == 0 or self.entries == 0:
+            return 0.0
+        explained = max(2 * p, p + 2 * math.sqrt(p * t) + 2 * t)
+        return min(explained / self.entries, 0.5)
 
 
 def head_gram(
@@ -89,15 +101,21 @@ def head_gram(
         Whether heads may be matched with other heads; else only pairs (a, a) are computed.
     work : torch.dtype
     device : torch.device
+
+    Raises
+    ------
+    SymmetryError
+        If the weights are not finite.
     """
     (kv, m), d = heads, group.n
     shared = torch.zeros(kv, kv if all_pairs else 1, d, d, dtype=work, device=device)
     query = None
-    square = torch.zeros(2, kv, dtype=work, device=device)
-    length, entries = d, 0
+    square = torch.zeros(2, kv, dtype=torch.float64, device=device)
+    length = entries = 0
     for pieces in legs:
         x, y = (_rows(piece, axis).to(work) for piece in pieces)
-        square += torch.stack([z.square().sum(dim=(1, 2, 3)) for z in (x, y)])
+        norms = [torch.linalg.vector_norm(z, dim=(1, 2, 3)).double() for z in (x, y)]
+        square += torch.stack(norms).square()
         length += x.shape[1] * x.shape[3]
         entries += x[0].numel()
         term = _cross(x, y, all_pairs)
@@ -106,6 +124,8 @@ def head_gram(
         else:
             query = term if query is None else query.add_(term)
     norm = square.sqrt()
+    if not bool(torch.isfinite(norm).all()):
+        raise SymmetryError("the weights of a head hold NaN or Inf, or are too large to square")
     if not all_pairs:  # only pairs (a, a) are ever looked up
         shared = shared.expand(kv, kv, d, d)
         query = None if query is None else query.expand(kv, kv, m, m, d, d)

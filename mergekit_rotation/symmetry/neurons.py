@@ -9,10 +9,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 from mergekit_rotation.symmetry.action import Element, Permute, Sign, Transformation
 from mergekit_rotation.symmetry.assignment import linear_assignment
 from mergekit_rotation.symmetry.axes import Pattern, Piece
+from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.precision import working_dtype
 
 Tensors = Mapping[str, torch.Tensor]
@@ -43,6 +46,11 @@ def solve_neurons(reference: Tensors, other: Tensors, layout: NeuronLayout) -> T
     tuple of elements
         Empty if nothing moves.
 
+    Raises
+    ------
+    SymmetryError
+        If the weights are not finite, or a tensor does not have the shape of its pattern.
+
     References
     ----------
     Ainsworth, Hayase, Srinivasa, "Git Re-Basin: Merging Models modulo Permutation Symmetries",
@@ -62,9 +70,8 @@ def solve_neurons(reference: Tensors, other: Tensors, layout: NeuronLayout) -> T
         score = _accumulate(score, a, b, work)
     if score is None:
         return ()
-    noise = _noise(legs, work)
-    score.diagonal().add_(noise)  # what a change must gain at least
-    index = linear_assignment(score)
+    noise = _Noise(legs, work)
+    index = _assign(score, noise)
     del score
 
     identity = torch.arange(len(index), device=index.device)
@@ -75,9 +82,10 @@ def solve_neurons(reference: Tensors, other: Tensors, layout: NeuronLayout) -> T
         overlap = torch.zeros(len(index), dtype=work, device=index.device)
         for a, b in signed:
             overlap += (_rows(a).to(work) * _rows(b)[index].to(work)).sum(1)
-        if bool((overlap < -noise).any()):
+        negative = overlap.double() < -noise(identity, index)
+        if bool(negative.any()):
             one = torch.ones_like(overlap)
-            result.append(Sign("f", torch.where(overlap < -noise, -one, one)))
+            result.append(Sign("f", torch.where(negative, -one, one)))
     return tuple(result)
 
 
@@ -110,12 +118,46 @@ def _accumulate(score: torch.Tensor | None, a: Piece, b: Piece, work: torch.dtyp
     return x @ y.mT if score is None else score.addmm_(x, y.mT)
 
 
-def _noise(legs: list[tuple[bool, Piece, Piece]], work: torch.dtype) -> torch.Tensor:
-    """Rounding error of the score of neuron i with itself, (n,)."""
-    square = None
-    for _, a, b in legs:
-        x, y = (_rows(piece).to(work).square().sum(1) for piece in (a, b))
-        square = (x, y) if square is None else (square[0] + x, square[1] + y)
-    assert square is not None
-    norm = (square[0] * square[1]).sqrt()
-    return 4 * torch.finfo(work).eps * norm + torch.finfo(work).tiny
+class _Noise:
+    """Rounding error of the score of neuron i of the reference with neuron j of the other."""
+
+    def __init__(self, legs: list[tuple[bool, Piece, Piece]], work: torch.dtype) -> None:
+        length = sum(_rows(a).shape[1] for _, a, _ in legs)
+        sides = ([_rows(a) for _, a, _ in legs], [_rows(b) for _, _, b in legs])
+        self.norms = [_norm(rows, work) for rows in sides]
+        self.factor: float = 4 * torch.finfo(work).eps * float(length) ** 0.5
+
+    def __call__(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        return self.factor * self.norms[0][i] * self.norms[1][j]
+
+
+def _norm(rows: list[torch.Tensor], work: torch.dtype) -> torch.Tensor:
+    """Norm of every neuron over all legs, float64."""
+    parts = [torch.linalg.vector_norm(x.to(work), dim=1).double() for x in rows]
+    norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
+    if not bool(torch.isfinite(norm).all()):
+        raise SymmetryError("the weights of a neuron hold NaN or Inf, or are too large to square")
+    return norm
+
+
+def _assign(score: torch.Tensor, noise: _Noise) -> torch.Tensor:
+    """Best permutation, with every cycle that gains less than rounding errors undone.
+
+    A cycle can be undone by itself, so equal and dead neurons stay where they are whatever the
+    assignment made of their ties, and however much larger other neurons are.
+    """
+    rows = torch.arange(len(score), device=score.device)
+    stay = score.diagonal().clone()
+    score.diagonal().add_(noise(rows, rows).to(score.dtype))  # ties go to the identity
+    index = linear_assignment(score)
+    score.diagonal().copy_(stay)
+    if torch.equal(index, rows):
+        return index
+    gain = score[rows, index].double() - stay.double()
+    least = noise(rows, index) + noise(rows, rows)
+    edges = coo_array(([1] * len(index), (rows.tolist(), index.tolist())))
+    _, labels = connected_components(edges, directed=False)
+    cycle = torch.as_tensor(labels, dtype=torch.int64, device=score.device)
+    total = torch.zeros(len(index), dtype=torch.float64, device=score.device)
+    idle = total.index_add(0, cycle, gain) <= total.index_add(0, cycle, least)
+    return torch.where(idle[cycle], rows, index)

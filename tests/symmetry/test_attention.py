@@ -66,8 +66,8 @@ def rounding(*sides):
 def reserve(layout):
     """What may be left on the table, as a share of the squared distance.
 
-    p numbers fitted to N explain p/N of differences without structure; a rotation has to explain
-    more than twice that to be taken.
+    p numbers fitted to N explain p/N of differences without structure on average; a rotation has to
+    explain twice that, and more than chance gives with a probability of exp(-20), or a half.
     """
     shares = []
     for axis, group in (("qk", layout.query_key), ("vo", layout.value_output)):
@@ -77,7 +77,9 @@ def reserve(layout):
             for piece in pattern.split(torch.empty(pattern.shape(layout.sizes)), layout.sizes)
             if axis in piece.axes
         ]
-        shares.append(2 * group.freedom * layout.sizes["kv"] / sum(pieces))
+        p, entries = group.freedom, sum(pieces) / layout.sizes["kv"]
+        explained = max(2 * p, p + 2 * (20 * p) ** 0.5 + 40) if p else 0
+        shares.append(min(explained / entries, 0.5))
     return max(shares)
 
 
@@ -505,6 +507,6 @@ def test_solution_is_reproducible():
 
 def test_an_unrelated_model_is_moved():
     """Negative control: staying is not all the solver can do."""
-    layout = attention(Orthogonal(4), Orthogonal(4), kv=3, e=16)
+    layout = attention(Orthogonal(4), Orthogonal(4), kv=3, e=256)
     result = solve_attention(tensors(layout, 0), tensors(layout, 1), layout)
     assert elements(result) >= {(Rotate, "qk"), (Rotate, "vo")}
