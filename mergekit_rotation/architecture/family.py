@@ -10,6 +10,7 @@ from pydantic import BaseModel, ConfigDict, field_validator
 
 from mergekit_rotation.architecture.sizes import LayoutError, first, lookup
 from mergekit_rotation.symmetry import (
+    STREAM_AXES,
     AttentionLayout,
     DirectSum,
     Group,
@@ -18,11 +19,22 @@ from mergekit_rotation.symmetry import (
     Pattern,
     PlaneRotations,
     PlaneSigns,
+    StreamLayout,
     Trivial,
+    bias_of,
     rotary_pairs,
 )
 
-__all__ = ["Block", "Family", "Layer", "LayoutError", "all_families", "find_family", "supported"]
+__all__ = [
+    "Block",
+    "Family",
+    "Layer",
+    "LayoutError",
+    "Stream",
+    "all_families",
+    "find_family",
+    "supported",
+]
 
 
 class _Data(BaseModel):
@@ -82,6 +94,63 @@ class NeuronData(_Data):
     tensors: Mapping[str, str]
 
 
+class StreamData(_Data):
+    """The residual stream: axis ``e`` (see `mergekit_rotation.symmetry.stream`).
+
+    Attributes
+    ----------
+    norm : str
+        ``rms`` or ``layer``.
+    offset : float
+        What the model adds to a stored norm weight.
+    maps : tuple of str
+        Which maps of the stream leave the function unchanged.
+    tensors : mapping of str to str
+        The tensors of the stream that belong to no block.
+    classes : mapping of str to mapping
+        More of them, for single model classes.
+    norms : mapping of str to tuple of str
+        Weights of the norms that stand before a branch or a head, and the weights that read them.
+        Their biases, and those of the readers, are named alike.
+    tied : mapping of str to str
+        Output heads, and the embeddings that stand in for them where a model has none.
+    fixed : tuple of str
+        Tensors that a model may have and that lie outside of the stream.
+    """
+
+    norm: Literal["rms", "layer"]
+    offset: float = 0.0
+    maps: tuple[Literal["permutation", "orthogonal"], ...]
+    tensors: Mapping[str, str]
+    classes: Mapping[str, Mapping[str, str]] = {}
+    norms: Mapping[str, tuple[str, ...]]
+    tied: Mapping[str, str] = {}
+    fixed: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Stream:
+    """The residual stream of one model class.
+
+    Attributes
+    ----------
+    layout : StreamLayout
+        Its tensor names are templates; those of the blocks are included.
+    optional : frozenset of str
+        Templates that a model may lack.
+    known : frozenset of str
+        Templates of all tensors that a model of the class may have.
+    maps, tied
+        As in `StreamData`.
+    """
+
+    layout: StreamLayout
+    optional: frozenset[str]
+    known: frozenset[str]
+    maps: tuple[str, ...]
+    tied: Mapping[str, str]
+
+
 @dataclass(frozen=True)
 class Block:
     """Tensors that one solve moves together.
@@ -125,6 +194,8 @@ class Family(_Data):
         What may stand before the tensor names.
     attention, neurons
         The symmetric blocks of every layer. A tensor name that ends in ``?`` may be absent.
+    stream
+        The residual stream that the blocks read and write.
     notes : str
         What is left untouched in this family, and why; for the table of support.
     """
@@ -136,6 +207,7 @@ class Family(_Data):
     prefixes: tuple[str, ...] = ("",)
     attention: AttentionData
     neurons: NeuronData
+    stream: StreamData
     notes: str = ""
 
     @field_validator("sizes")
@@ -174,6 +246,29 @@ class Family(_Data):
             ),
             sizes=sizes,
         )
+
+    def stream_of(self, model_class: str) -> Stream:
+        """Return the residual stream of a model class."""
+        data = self.stream
+        tensors = {**data.tensors, **data.classes.get(model_class, {})}
+        blocks = {**self.attention.tensors, **self.neurons.tensors}
+        every, absent = _patterns({**blocks, **tensors})
+        patterns = {name: p for name, p in every.items() if p.axes & set(STREAM_AXES)}
+        norms: dict[str, Pattern] = {}
+        biases: list[str] = []
+        for norm, readers in data.norms.items():
+            norms[norm] = Pattern.parse("e")
+            if data.norm == "layer":
+                norms[bias_of(norm)] = Pattern.parse("~e")
+            biases += [bias_of(reader) for reader in readers]
+        layout = StreamLayout(
+            patterns={**patterns, **norms},
+            readers=data.norms,
+            layer_norm=data.norm == "layer",
+            offset=data.offset,
+        )
+        known = {*every, *norms, *biases, *data.fixed}
+        return Stream(layout, absent, frozenset(known), data.maps, data.tied)
 
 
 def _patterns(tensors: Mapping[str, str]) -> tuple[dict[str, Pattern], frozenset[str]]:

@@ -111,6 +111,17 @@ class Pattern:
         """Names of all axes, without sign marks."""
         return frozenset(base_axis(name) for axes in self.pieces for name in axes)
 
+    def dim_of(self, axis: str) -> int | None:
+        """Return the dimension of the tensor that is this axis alone, or None."""
+        for position, factors in enumerate(self.dims):
+            if len(factors) == 1 and isinstance(factors[0], str) and base_axis(factors[0]) == axis:
+                return position
+        return None
+
+    def signed(self, axis: str) -> bool:
+        """Tell whether the pattern carries the sign of an axis."""
+        return any("~" + axis in axes for axes in self.pieces)
+
     def shape(self, sizes: Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape that a tensor of this pattern has for the given axis sizes."""
         return tuple(prod(_extent(factor, sizes) for factor in dim) for dim in self.dims)

@@ -134,7 +134,7 @@ class Orthogonal(Group):
         return self.n * (self.n - 1) // 2
 
     def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
-        with single_thread(gram.device):
+        with single_thread(gram.device, if_size=self.n):
             u, s, vh = torch.linalg.svd(gram)
             if noise is not None and bool((s <= noise[..., None]).any()):
                 # Complete the determined part U1 V1^T on the null spaces by the part of the
@@ -158,6 +158,40 @@ class Orthogonal(Group):
     def contains(self, g: torch.Tensor, atol: float) -> bool:
         eye = torch.eye(self.n, dtype=g.dtype, device=g.device)
         return bool(((g @ g.mT - eye).abs() <= atol).all())
+
+
+@dataclass(frozen=True)
+class OrthogonalFixingOnes(Group):
+    """All rotations and reflections of R^n that fix the vector of ones.
+
+    They commute with LayerNorm, which removes the mean. The vector of ones itself is invisible to
+    it, so the projection is the polar factor of M on the complement, with M centred on both sides.
+    """
+
+    n: int
+
+    @property
+    def freedom(self) -> int:
+        return (self.n - 1) * (self.n - 2) // 2
+
+    def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        gram = gram - gram.mean(-1, keepdim=True)
+        gram = gram - gram.mean(-2, keepdim=True)
+        # The ones are made the strongest direction, which the polar factor then maps to itself.
+        ones = torch.full_like(gram, 1 / self.n)
+        strength = gram.square().sum(dim=(-2, -1), keepdim=True).sqrt() + 1
+        g = Orthogonal(self.n).project(gram + strength * ones, noise)
+        g = g - g.mean(-1, keepdim=True)
+        return g - g.mean(-2, keepdim=True) + ones
+
+    def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
+        normal = torch.randn(batch, self.n, self.n, dtype=torch.float64, generator=generator)
+        return self.project(normal)
+
+    def contains(self, g: torch.Tensor, atol: float) -> bool:
+        ones = torch.ones(self.n, dtype=g.dtype, device=g.device)
+        fixed = bool(((g @ ones - ones).abs() <= atol * self.n).all())
+        return fixed and Orthogonal(self.n).contains(g, atol)
 
 
 @dataclass(frozen=True)

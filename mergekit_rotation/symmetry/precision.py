@@ -26,15 +26,15 @@ def full_precision() -> Iterator[None]:
 
 
 @contextmanager
-def single_thread(device: torch.device) -> Iterator[None]:
-    """Run small matrix factorisations on the CPU in one thread.
+def single_thread(device: torch.device, if_size: int = 0) -> Iterator[None]:
+    """Run small matrix factorisations (up to 256 x 256) on the CPU in one thread.
 
     LAPACK gains nothing from more at the size of a head, loses factors of a hundred where
     another process holds a core that its threads spin for, and returns other last bits for
     other numbers of threads.
     """
     before = torch.get_num_threads()
-    if device.type != "cpu" or before == 1:
+    if device.type != "cpu" or before == 1 or if_size > 256:
         yield
         return
     torch.set_num_threads(1)
