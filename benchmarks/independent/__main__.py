@@ -18,24 +18,16 @@ from pathlib import Path
 import evaluate
 import heal
 import report
-import torch
 import train
-from transformers.utils import logging
 
 WORKERS = 2
-
-
-def prepare() -> None:
-    """One thread per worker, and only results on the screen."""
-    torch.set_num_threads(1)
-    logging.disable_progress_bar()
 
 
 def measure(count: int | None) -> report.Results:
     """Everything; `count` limits pairs and targets."""
     began = time.monotonic()
     shutil.rmtree(train.CACHE / "merged", ignore_errors=True)
-    with ProcessPoolExecutor(WORKERS, get_context("spawn"), prepare) as pool:
+    with ProcessPoolExecutor(WORKERS, get_context("spawn"), evaluate.prepare) as pool:
         curves = {}
         for name in train.ARCHITECTURES:
             curves[name] = list(pool.map(evaluate.curves, repeat(name), evaluate.PAIRS[:count]))

@@ -17,6 +17,7 @@ import yaml
 from loss import TEXTS, windows
 from torch.nn.functional import cross_entropy
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.utils import logging
 
 State = dict[str, torch.Tensor]
 
@@ -63,6 +64,12 @@ class Curve:
     @property
     def middle_barrier(self) -> float:
         return self.heights[MIDDLE]
+
+
+def prepare() -> None:
+    """One thread per worker process, and only results on the screen."""
+    torch.set_num_threads(1)
+    logging.disable_progress_bar()
 
 
 def merge(out: str, method: str, models: list[dict[str, Any]], **more: Any) -> Path:

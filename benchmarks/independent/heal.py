@@ -95,8 +95,7 @@ def heal(pair: tuple[int, int]) -> Healed:
     torch.manual_seed(0)
     parents = [evaluate.load(train.member(NAME, seed)) for seed in pair]
     samples = [sample(parent, SEQUENCES // 2) for parent in parents]
-    # Tensors of inference mode may not enter a graph, so they are copied out of it.
-    ids, targets = (torch.cat(parts).clone() for parts in zip(*samples, strict=True))
+    ids, targets = (torch.cat(parts) for parts in zip(*samples, strict=True))
     losses = {
         variant: distil(evaluate.load(evaluate.midpoint(NAME, pair, variant)), ids, targets, seed=1)
         for variant in VARIANTS

@@ -91,11 +91,15 @@ def curves_text(curves: dict[str, Curves]) -> str:
         "not those of independent samples.\n",
     ]
     for name, pairs in curves.items():
-        ends = [pair["unaligned"].losses[end] for pair in pairs for end in (0, -1)]
+        ends = {
+            seed: pair["unaligned"].losses[end]
+            for seeds, pair in zip(evaluate.PAIRS, pairs, strict=False)
+            for seed, end in zip(seeds, (0, -1), strict=True)
+        }
         parts += [
             f"### {train.TITLES[name]}\n",
             f"{len(pairs)} pair{'s' * (len(pairs) > 1)}; "
-            f"the models themselves score {spread(ends)}.\n",
+            f"the models themselves score {spread(ends.values())}.\n",
             table(head, curve_rows(pairs)),
         ]
     return "\n".join(parts)

@@ -25,7 +25,7 @@ from transformers import (
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes" / "quickstart"))
 
-import make  # noqa: E402
+import make
 
 CACHE = Path(__file__).resolve().parent / "cache"
 SEEDS = range(5)

@@ -1,6 +1,6 @@
 """The tasks of one output layer: what is loaded, moved and handed to mergekit's method."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from mergekit.architecture import WeightInfo
@@ -12,6 +12,7 @@ from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from mergekit_rotation.architecture import Block, Family
 from mergekit_rotation.graph import parameters
+from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.layout import Unsupported, check_header, check_same_layout
@@ -23,7 +24,7 @@ from mergekit_rotation.graph.tasks import (
     Input,
     Leg,
 )
-from mergekit_rotation.symmetry import AttentionLayout, Pattern
+from mergekit_rotation.symmetry import AttentionLayout
 
 Entry = tuple[WeightInfo, ExecuteMergeMethodTask]
 
@@ -83,19 +84,25 @@ class LayerPlan:
             legs = tuple(
                 Leg(
                     name=name,
-                    pattern=block.layout.patterns[template].text,
                     reference=self._load(name, reference),
                     other=self._load(name, other),
                     dtype=self._dtype(name),
                 )
                 for template, name in names.items()
             )
-            task = self._block(block, legs, other)
-            if task is None:
+            spec = self.spec(block, names, {leg.name: leg.other.tensor for leg in legs}, other)
+            if not spec.used():
                 continue
+            task = AlignBlock(
+                spec=spec,
+                layer=f"{self.module}.{self.index}",
+                label=min(self._label(leg.name) for leg in legs),
+                legs=legs,
+            )
             for leg in legs:
                 for load in (leg.reference, leg.other):
-                    check_header(checkpoint(load.model), load, leg.pattern, layer)
+                    pattern = spec.pattern(leg.name)
+                    check_header(checkpoint(load.model), load, pattern.shape(layer.sizes))
                 inputs[leg.name, other] = Input(model=other, task=task, leg=leg.name)
         return inputs
 
@@ -187,36 +194,48 @@ class LayerPlan:
         _, task = self.entries[name]
         return str(unwrap(task).group_label())
 
-    def _block(self, block: Block, legs: Sequence[Leg], other: ModelReference) -> AlignBlock | None:
-        """Return the task that moves a block, or None where all its symmetries are off."""
+    def spec(
+        self,
+        block: Block,
+        keys: Mapping[str, str],
+        tensors: Mapping[str, str],
+        other: ModelReference,
+    ) -> BlockSpec:
+        """Return a block with the symmetries that are switched on for a model.
+
+        Parameters
+        ----------
+        block : Block
+        keys : mapping
+            Template of each leg to the name that it has in the result.
+        tensors : mapping
+            That name to the name of the model's tensor, which filters are matched with.
+        other : ModelReference
+        """
         layout = block.layout
 
         def ask(name: str, axis: str | None = None) -> bool:
-            tensors = [
-                leg.other.tensor
-                for leg in legs
-                if axis is None or axis in Pattern.parse(leg.pattern).axes
+            found = [
+                tensors[key]
+                for template, key in keys.items()
+                if axis is None or axis in layout.patterns[template].axes
             ]
-            return parameters.resolve_switch(name, self.reader, other, tensors)
+            return parameters.resolve_switch(name, self.reader, other, found)
 
         common: dict[str, Any] = {
-            "block": block.kind,
-            "layer": f"{self.module}.{self.index}",
-            "label": min(self._label(leg.name) for leg in legs),
-            "legs": tuple(legs),
+            "kind": block.kind,
+            "patterns": tuple((key, layout.patterns[t].text) for t, key in keys.items()),
             "sizes": tuple(layout.sizes.items()),
         }
         if not isinstance(layout, AttentionLayout):
-            return AlignBlock(**common) if ask("align_neurons") else None
-        switches = {
-            "use_query_key": ask("align_query_key", "qk"),
-            "use_value_output": ask("align_value_output", "vo"),
-            "use_heads": ask("align_heads"),
-        }
-        if not any(switches.values()):
-            return None
-        return AlignBlock(
-            **common, **switches, query_key=layout.query_key, value_output=layout.value_output
+            return BlockSpec(**common, use_neurons=ask("align_neurons"))
+        return BlockSpec(
+            **common,
+            query_key=layout.query_key,
+            value_output=layout.value_output,
+            use_query_key=ask("align_query_key", "qk"),
+            use_value_output=ask("align_value_output", "vo"),
+            use_heads=ask("align_heads"),
         )
 
     # -- rewriting --------------------------------------------------------------------------

@@ -1,10 +1,10 @@
 """Whether two checkpoints have layers that can be aligned: families, sizes, file headers."""
 
+from mergekit.io.tasks import LoadTensor
+
 from mergekit_rotation.architecture import Family, Layer, LayoutError, find_family, supported
 from mergekit_rotation.graph.checkpoints import FLOATING, Checkpoint
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.tasks import CheckedLoad
-from mergekit_rotation.symmetry import Pattern
 
 
 class Unsupported(Exception):
@@ -59,7 +59,7 @@ def check_same_layout(reference: Checkpoint, other: Checkpoint) -> tuple[Family,
     return family, ours
 
 
-def check_header(checkpoint: Checkpoint, load: CheckedLoad, pattern: str, layer: Layer) -> None:
+def check_header(checkpoint: Checkpoint, load: LoadTensor, expected: tuple[int, ...]) -> None:
     """Check what a file header tells of a tensor that will be moved.
 
     Raises
@@ -79,7 +79,6 @@ def check_header(checkpoint: Checkpoint, load: CheckedLoad, pattern: str, layer:
             f"{load.model}: {name} is stored as {dtype}; quantised weights cannot be aligned or "
             "merged, use the unquantised model"
         )
-    expected = Pattern.parse(pattern).shape(layer.sizes)
     if shape != expected:
         raise Unsupported(
             f"{load.model}: {name} has shape {list(shape)} where its config demands "

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.symmetry import Sign, Transformation
 
 _WEIGHTS = (
     "model*.safetensors",
@@ -113,6 +114,11 @@ class Run:
                 f"{sum(record.seconds for record in mine):.1f} s"
             )
         return lines
+
+
+def moved_axes(transformation: Transformation) -> tuple[str, ...]:
+    """Name the axes that a transformation moves, as `Record.moved` has them."""
+    return tuple(("~" if isinstance(e, Sign) else "") + e.axis for e in transformation)
 
 
 _WORDS = {

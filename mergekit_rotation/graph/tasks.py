@@ -7,26 +7,13 @@ import torch
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.graph import Task
 from mergekit.io.tasks import GatherTensors, LoadTensor
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 
 from mergekit_rotation.graph import run
+from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.checkpoints import FLOATING
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.symmetry import (
-    AttentionLayout,
-    Group,
-    NeuronLayout,
-    Pattern,
-    Rotate,
-    Sign,
-    Transformation,
-    act,
-    full_precision,
-    moves,
-    solve_attention,
-    solve_neurons,
-    working_dtype,
-)
+from mergekit_rotation.symmetry import Transformation, full_precision, working_dtype
 
 
 class CheckedLoad(LoadTensor):
@@ -68,7 +55,6 @@ class Leg(BaseModel, frozen=True):
     """One tensor of a block in the reference and in the other model."""
 
     name: str
-    pattern: str
     reference: CheckedLoad
     other: CheckedLoad
     dtype: str | None = None
@@ -82,18 +68,10 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
     loaded are handed on as they are.
     """
 
-    model_config = ConfigDict(arbitrary_types_allowed=True)
-
-    block: str
+    spec: BlockSpec
     layer: str
     label: str | None
     legs: tuple[Leg, ...]
-    sizes: tuple[tuple[str, int], ...]
-    query_key: Group | None = None
-    value_output: Group | None = None
-    use_query_key: bool = True
-    use_value_output: bool = True
-    use_heads: bool = True
 
     def arguments(self) -> dict[str, Task]:
         loads: dict[str, Task] = {f"reference:{leg.name}": leg.reference for leg in self.legs}
@@ -116,19 +94,18 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             if after > before:  # nothing may get worse, not even by rounding
                 transformation = ()
                 moved, before, after, scale = self._move(transformation, reference, other)
-        run.current().record(
-            run.Record(
-                model=str(self.legs[0].other.model),
-                reference=str(self.legs[0].reference.model),
-                block=self.block,
-                layer=self.layer,
-                moved=tuple(("~" if isinstance(e, Sign) else "") + e.axis for e in transformation),
-                before=before,
-                after=after,
-                scale=scale,
-                seconds=time.perf_counter() - start,
-            )
+        record = run.Record(
+            model=str(self.legs[0].other.model),
+            reference=str(self.legs[0].reference.model),
+            block=self.spec.kind,
+            layer=self.layer,
+            moved=run.moved_axes(transformation),
+            before=before,
+            after=after,
+            scale=scale,
+            seconds=time.perf_counter() - start,
         )
+        run.current().record(record)
         return moved
 
     def _side(
@@ -138,17 +115,22 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
         result = {}
         for leg in self.legs:
             tensor = values[f"{side}:{leg.name}"]
-            if tensor is None:
-                continue
-            expected = Pattern.parse(leg.pattern).shape(dict(self.sizes))
-            if tuple(tensor.shape) != expected:
+            if tensor is not None:
                 load = leg.reference if side == "reference" else leg.other
-                raise RotationError(
-                    f"{load.model}: {load.tensor} has shape {tuple(tensor.shape)} where its "
-                    f"config demands {expected}; repair the model"
-                )
-            result[leg.name] = tensor
+                check_shape(tensor, load, self.spec.pattern(leg.name).shape(dict(self.spec.sizes)))
+                result[leg.name] = tensor
         return result
+
+    def _solve(
+        self, reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
+    ) -> Transformation:
+        stored = next(
+            dtype_from_name(leg.dtype) or other[leg.name].dtype
+            for leg in self.legs
+            if leg.name in other
+        )
+        where = f"{self.legs[0].other.model}: {self.spec.kind} of {self.layer}"
+        return self.spec.solve(reference, other, stored, where)
 
     def _move(
         self,
@@ -157,19 +139,16 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
         other: Mapping[str, torch.Tensor],
     ) -> tuple[dict[str, torch.Tensor], float, float, float]:
         """Return the moved tensors, and squared distances: before, after, of the reference."""
-        rotations = tuple(element for element in transformation if isinstance(element, Rotate))
         moved: dict[str, torch.Tensor] = {}
         before = after = scale = 0.0
         for leg in self.legs:
             if leg.name not in other:
                 continue
-            tensor, pattern = other[leg.name], Pattern.parse(leg.pattern)
+            tensor = other[leg.name]
             fixed = reference.get(leg.name)
-            work = working_dtype(tensor.dtype, *([] if fixed is None else [fixed.dtype]))
-            # Permutations and signs are exact in any dtype; only rotations need more.
-            source = tensor.to(work) if moves(rotations, pattern) else tensor
-            image = act(transformation, source, pattern, dict(self.sizes))
+            image = self.spec.move(transformation, leg.name, tensor)
             if fixed is not None:
+                work = working_dtype(tensor.dtype, fixed.dtype)
                 fixed = fixed.to(work)
                 scale += float(fixed.square().sum())
                 change = float((fixed - tensor.to(work)).square().sum())
@@ -179,27 +158,18 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             moved[leg.name] = image.to(dtype_from_name(leg.dtype) or tensor.dtype)
         return moved, before, after, scale
 
-    def _solve(
-        self, reference: Mapping[str, torch.Tensor], other: Mapping[str, torch.Tensor]
-    ) -> Transformation:
-        patterns = {leg.name: Pattern.parse(leg.pattern) for leg in self.legs}
-        sizes = dict(self.sizes)
-        if self.query_key is None or self.value_output is None:
-            return solve_neurons(reference, other, NeuronLayout(patterns, sizes))
-        layout = AttentionLayout(patterns, sizes, self.query_key, self.value_output)
-        stored = next(
-            dtype_from_name(leg.dtype) or other[leg.name].dtype
-            for leg in self.legs
-            if leg.name in other
-        )
-        return solve_attention(
-            reference,
-            other,
-            layout,
-            query_key=self.use_query_key,
-            value_output=self.use_value_output,
-            heads=self.use_heads,
-            stored=stored,
+
+def check_shape(tensor: torch.Tensor, load: LoadTensor, expected: tuple[int, ...]) -> None:
+    """Refuse a tensor that does not have the shape that its model's configuration demands.
+
+    Raises
+    ------
+    RotationError
+    """
+    if tuple(tensor.shape) != expected:
+        raise RotationError(
+            f"{load.model}: {load.tensor} has shape {tuple(tensor.shape)} where its "
+            f"config demands {expected}; repair the model"
         )
 
 

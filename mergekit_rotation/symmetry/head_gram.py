@@ -1,12 +1,12 @@
 """Cross-Gram matrices between the heads of two attention layers, and their projection."""
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from mergekit_rotation.symmetry.axes import Piece
+from mergekit_rotation.symmetry.chance import chance_share
 from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.groups import Group, inner
 
@@ -58,22 +58,9 @@ class HeadGram:
         cost = rounding * self.norm_other[b] ** 2 + noise * self.norm_ref[a] * self.norm_other[b]
         square = self.norm_ref[a] ** 2 + self.norm_other[b] ** 2
         distance = square - 2 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-        keep = gain > cost + self._chance() * distance.clamp(min=0)
+        chance = chance_share(self.group.freedom, self.entries)
+        keep = gain > cost + chance * distance.clamp(min=0)
         return torch.where(keep[:, None, None], g, eye)
-
-    def _chance(self) -> float:
-        """Share of unstructured differences that fitting the group's p numbers explains at most.
-
-        The energy that p of N numbers explain is chi-squared with p degrees of freedom: above
-        p + 2 sqrt(p t) + 2 t with probability exp(-t) at most (Laurent and Massart, Annals of
-        Statistics 28, 2000, doi:10.1214/aos/1015957395, lemma 1). Here t = 20, at least twice the
-        mean is asked for, and never more than half of the distance.
-        """
-        p, t = float(self.group.freedom), 20.0
-        if p == 0 or self.entries == 0:
-            return 0.0
-        explained = max(2 * p, p + 2 * math.sqrt(p * t) + 2 * t)
-        return min(explained / self.entries, 0.5)
 
 
 def head_gram(

@@ -76,7 +76,8 @@ def contracted(x: torch.Tensor, pattern: Pattern, vector: torch.Tensor) -> torch
     """What a reader's weight makes of a constant vector of the stream: shaped like its bias."""
     dim = pattern.dim_of("e")
     assert dim is not None
-    return torch.tensordot(x, vector.to(device=x.device, dtype=x.dtype), dims=([dim], [0]))
+    result: torch.Tensor = x.movedim(dim, -1) @ vector.to(device=x.device, dtype=x.dtype)
+    return result
 
 
 def carried_bias(

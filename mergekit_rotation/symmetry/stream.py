@@ -58,9 +58,8 @@ class OrthogonalMap:
         if not signed:
             raise SymmetryError("a leg that only follows permutations cannot be rotated")
         q = self.q.to(device=x.device, dtype=x.dtype)
-        if dim % x.dim() == x.dim() - 1:
-            return x @ q.mT
-        return torch.tensordot(q, x, dims=([1], [dim])).movedim(0, dim)
+        last: torch.Tensor = x.movedim(dim, -1) @ q.mT
+        return last.movedim(-1, dim)
 
     def inverse(self) -> "OrthogonalMap":
         return OrthogonalMap(self.q.mT)
@@ -142,7 +141,10 @@ def solve_permutation(gram: torch.Tensor, per_coordinate: bool) -> SignedPermuta
     Ainsworth et al., "Git Re-Basin", arXiv 2209.04836.
     """
     rows = torch.arange(len(gram))
-    if per_coordinate:
+    if not per_coordinate:  # the mean is invisible
+        gram = gram - gram.mean(0, keepdim=True)
+        gram = gram - gram.mean(1, keepdim=True)
+    else:
         index = linear_assignment(gram.abs())
         value = gram[rows, index]
         return SignedPermutation(index, torch.where(value < 0, -1.0, 1.0).to(gram.dtype))

@@ -57,11 +57,15 @@ class StreamLayout:
         return None
 
     def needed(self, names: Iterable[str]) -> list[str]:
-        """Return the names of all tensors that moving some tensors takes: their norms as well."""
+        """Return the names of all tensors that moving some tensors takes.
+
+        These are the norms of readers, and the weight of a reader whose bias is moved.
+        """
         result = dict.fromkeys(names)
         for name in list(result):
             norm = self.norm_of(name)
             if norm is not None:
+                result |= dict.fromkeys(r for r in self.readers[norm] if bias_of(r) == name)
                 result |= dict.fromkeys([norm, bias_of(norm)] if self.layer_norm else [norm])
         return list(result)
 
@@ -183,10 +187,9 @@ def out_of_stream(
         if name == norm:
             x = target.weight - layout.offset
         elif name == bias_of(norm):
-            x = target.bias
-            if x is None:
-                own = layout.norm(norm, tensors)
-                x = carried_bias(own, tensors[name].double(), stream, target.weight)
+            own = layout.norm(norm, tensors)
+            carried = carried_bias(own, tensors[name].double(), stream, target.weight)
+            x = carried if target.bias is None else target.bias
         elif name in layout.readers[norm]:
             x = scaled(moved[name], layout.patterns[name], 1 / _nonzero(target))
         else:

@@ -1,0 +1,108 @@
+"""One block of a layer (attention or neurons): what moves together, and how it is solved."""
+
+from collections.abc import Mapping
+
+import torch
+from pydantic import BaseModel, ConfigDict
+
+from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.symmetry import (
+    AttentionLayout,
+    Group,
+    NeuronLayout,
+    Pattern,
+    Rotate,
+    SymmetryError,
+    Transformation,
+    act,
+    moves,
+    solve_attention,
+    solve_neurons,
+    working_dtype,
+)
+
+Tensors = Mapping[str, torch.Tensor]
+
+
+class BlockSpec(BaseModel):
+    """The legs of a block by name, and the symmetries that may be used.
+
+    Attributes
+    ----------
+    kind : str
+        ``attention`` or ``neurons``.
+    patterns : tuple of (name, pattern)
+    sizes : tuple of (axis, size)
+    query_key, value_output : Group, optional
+        What acts on the heads; None for neurons.
+    use_query_key, use_value_output, use_heads, use_neurons : bool
+    """
+
+    model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
+
+    kind: str
+    patterns: tuple[tuple[str, str], ...]
+    sizes: tuple[tuple[str, int], ...]
+    query_key: Group | None = None
+    value_output: Group | None = None
+    use_query_key: bool = True
+    use_value_output: bool = True
+    use_heads: bool = True
+    use_neurons: bool = True
+
+    def used(self) -> bool:
+        """Tell whether any symmetry is switched on."""
+        if self.query_key is None:
+            return self.use_neurons
+        return self.use_query_key or self.use_value_output or self.use_heads
+
+    def pattern(self, name: str) -> Pattern:
+        """Return the pattern of a leg."""
+        return Pattern.parse(dict(self.patterns)[name])
+
+    def solve(
+        self, reference: Tensors, other: Tensors, stored: torch.dtype, where: str
+    ) -> Transformation:
+        """Return what brings the other side closest to the reference.
+
+        Parameters
+        ----------
+        reference, other : mapping of leg name to Tensor
+        stored : torch.dtype
+            Precision in which the moved tensors will be stored.
+        where : str
+            Model and layer, for errors.
+
+        Raises
+        ------
+        RotationError
+            If the weights cannot be compared.
+        """
+        if not self.used():
+            return ()
+        patterns = {name: Pattern.parse(text) for name, text in self.patterns}
+        sizes = dict(self.sizes)
+        try:
+            if self.query_key is None or self.value_output is None:
+                return solve_neurons(reference, other, NeuronLayout(patterns, sizes))
+            layout = AttentionLayout(patterns, sizes, self.query_key, self.value_output)
+            return solve_attention(
+                reference,
+                other,
+                layout,
+                query_key=self.use_query_key,
+                value_output=self.use_value_output,
+                heads=self.use_heads,
+                stored=stored,
+            )
+        except SymmetryError as problem:
+            raise RotationError(f"{where}: {problem}; the model is damaged") from problem
+
+    def move(self, transformation: Transformation, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Apply a transformation to one leg, in the working dtype if numbers change."""
+        pattern = self.pattern(name)
+        rotations = tuple(e for e in transformation if isinstance(e, Rotate))
+        # Permutations and signs are exact in any dtype; only rotations need more.
+        if moves(rotations, pattern):
+            tensor = tensor.to(working_dtype(tensor.dtype))
+        return act(transformation, tensor, pattern, dict(self.sizes))
