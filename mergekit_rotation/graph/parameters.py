@@ -5,11 +5,12 @@ gradients, but never enter a method's own parameters.
 """
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
 from mergekit.common import ModelReference
-from mergekit.config import ConfigReader
+from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from mergekit.parameter_resolver import resolve_parameter
 from pydantic import StrictBool
@@ -19,18 +20,19 @@ from mergekit_rotation.graph.errors import RotationError
 SWITCHES = ("align_query_key", "align_value_output", "align_heads", "align_neurons")
 CHOICES: dict[str, tuple[str, ...]] = {"align_unsupported": ("error", "skip")}
 REFERENCE = "align_reference"
-RESERVED = (
-    "align_experts",
+RESIDUAL = ("none", "permutation", "orthogonal")
+#: written once, at the top level
+WHOLE = (
     "align_residual",
     "align_residual_rounds",
-    "align_scale",
-    "align_as",
-    "align_task_base",
     "align_save",
     "align_load",
-    "align_report",
+    "align_load_unchecked",
 )
-KNOWN = (*SWITCHES, *CHOICES, REFERENCE)
+#: written under an input
+PER_INPUT = ("align_as", "align_task_base")
+RESERVED = ("align_experts", "align_scale", "align_report")
+KNOWN = (*SWITCHES, *CHOICES, REFERENCE, *WHOLE, *PER_INPUT)
 
 _SPECS = {
     **{name: ParameterSpec(name, StrictBool, ParameterScope.INPUT, True) for name in SWITCHES},
@@ -40,6 +42,43 @@ _SPECS = {
     },
     REFERENCE: ParameterSpec(REFERENCE, str | None, ParameterScope.SHARED, None),
 }
+
+
+@dataclass(frozen=True)
+class WholeModel:
+    """The parameters that concern whole models.
+
+    Attributes
+    ----------
+    residual : {"none", "permutation", "orthogonal"}
+    rounds : int
+    save, load : str, optional
+        Files of transformations.
+    unchecked : bool
+        Accept a loaded transformation that was solved for other weights.
+    """
+
+    residual: str = "none"
+    rounds: int = 1
+    save: str | None = None
+    load: str | None = None
+    unchecked: bool = False
+
+    @classmethod
+    def of(cls, settings: Mapping[str, Any] | None) -> "WholeModel":
+        """Read the top-level ``parameters:``."""
+        given = settings or {}
+        return cls(
+            residual=given.get("align_residual", "none"),
+            rounds=int(given.get("align_residual_rounds", 1)),
+            save=given.get("align_save"),
+            load=given.get("align_load"),
+            unchecked=bool(given.get("align_load_unchecked", False)),
+        )
+
+    def used(self) -> bool:
+        """Tell whether any of them asks for more than alignment block by block."""
+        return self.residual != "none" or self.save is not None or self.load is not None
 
 
 def check_mapping(config: Mapping[str, Any]) -> None:
@@ -106,12 +145,38 @@ def _check_value(where: str, name: str, value: Any) -> None:
                 "under the top-level parameters:"
             )
         return
+    if name in WHOLE or name in PER_INPUT:
+        _check_single(where, name, value)
+        return
     for scalar in _scalars(where, value):
         if name in CHOICES and scalar not in CHOICES[name]:
             options = " or ".join(CHOICES[name])
             raise RotationError(f"{where}: write {options}, not {scalar!r}")
         if name in SWITCHES and not isinstance(scalar, bool):
             raise RotationError(f"{where}: write true or false, not {scalar!r}")
+
+
+def _check_single(where: str, name: str, value: Any) -> None:
+    """Check a parameter that takes neither filters nor gradients."""
+    if name in WHOLE and where != f"parameters.{name}":
+        raise RotationError(
+            f"{where}: {name} belongs to the whole merge; write it under the top-level parameters:"
+        )
+    if name in PER_INPUT and _is_shared(where):
+        raise RotationError(
+            f"{where}: {name} belongs to one input; write it under the parameters: of a model"
+        )
+    if name == "align_residual":
+        if value not in RESIDUAL:
+            raise RotationError(f"{where}: write {' or '.join(RESIDUAL)}, not {value!r}")
+    elif name == "align_residual_rounds":
+        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+            raise RotationError(f"{where}: write a whole number from 1 on, not {value!r}")
+    elif name == "align_load_unchecked":
+        if not isinstance(value, bool):
+            raise RotationError(f"{where}: write true or false, not {value!r}")
+    elif not isinstance(value, str) or not value:
+        raise RotationError(f"{where}: write one path, not {value!r}")
 
 
 def _is_shared(where: str) -> bool:
@@ -166,6 +231,22 @@ def resolve_choice(name: str, reader: ConfigReader, model: ModelReference, tenso
     sources = tuple(reader.parameter_sources(model))
     value = resolve_parameter(_SPECS[name], sources, tensor_name=tensor, t=reader.t, model=model)
     return str(value)
+
+
+def named_model(name: str, settings: Sequence[Mapping[str, Any] | None]) -> ModelReference | None:
+    """Return the model that ``align_as`` or ``align_task_base`` of one input names."""
+    value = next((s[name] for s in settings if s and s.get(name)), None)
+    return ModelReference.parse(str(value)) if value else None
+
+
+def named_models(config: MergeConfiguration) -> list[ModelReference]:
+    """Return all models that ``align_as`` or ``align_task_base`` name anywhere."""
+    outputs = [config, *(config.modules or {}).values()]
+    slices = [s for output in outputs for s in output.slices or []]
+    inputs = [source for s in slices for source in s.sources]
+    inputs += [entry for output in outputs for entry in output.models or []]
+    found = [named_model(name, [i.parameters]) for i in inputs for name in PER_INPUT]
+    return list(dict.fromkeys(model for model in found if model is not None))
 
 
 def explicit_reference(settings: Sequence[Mapping[str, Any] | None]) -> ModelReference | None:

@@ -20,6 +20,7 @@ from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.layer import Entry, LayerPlan, rewrap, unwrap
 from mergekit_rotation.graph.tasks import GatherChecked
+from mergekit_rotation.graph.whole import WholeModels
 
 
 class Alignment:
@@ -34,6 +35,8 @@ class Alignment:
     def __init__(self, planner: MergePlanner):
         self.planner = planner
         self.context = Context(planner)
+        self.settings = parameters.WholeModel.of(planner.config.parameters)
+        self.whole: WholeModels | None = None
         method = methods.aligned_method(planner.config.merge_method)
         assert method is not None
         self.method = method
@@ -54,10 +57,16 @@ class Alignment:
                     "rotation_align moves one model: list it alone under models: without "
                     "base_model, and name the other as align_reference under parameters:"
                 )
-            if self._explicit(config.parameters) is None:
-                raise RotationError("rotation_align needs align_reference under parameters:")
-        for model in config.referenced_models():
-            self.context.checkpoint(model).check_not_quantised()
+            if self._explicit(config.parameters) is None and self.settings.load is None:
+                raise RotationError(
+                    "rotation_align needs align_reference (or align_load) under parameters:"
+                )
+        named = [self._explicit(config.parameters), *parameters.named_models(config)]
+        for model in dict.fromkeys([*config.referenced_models(), *named]):
+            if model is not None:
+                self.context.checkpoint(model).check_not_quantised()
+        if self.settings.used() or parameters.named_models(config):
+            self.whole = WholeModels(self.context, self.settings, self._one_reference())
 
     def align_layer(
         self,
@@ -87,6 +96,9 @@ class Alignment:
         RotationError
             If a model does not fit the reference and ``align_unsupported`` is ``error``.
         """
+        if self.whole is not None:
+            self.whole.add_layer(entries, sources, layer_offset, index, reader, module_name)
+            return list(entries)
         models = [source.model for source in sources]
         reference = self._reference(models, reader)
         others = [model for model in models if model != reference]
@@ -104,6 +116,8 @@ class Alignment:
             If a tensor that mergekit needs is missing from a model.
         """
         planned: list[tuple[WeightInfo, Any]] = self.planner._tensors
+        if self.whole is not None:
+            planned = self.whole.finish(list(planned))
         self.planner._tensors = [(weight, self._stock(weight, task)) for weight, task in planned]
 
     # -- details ------------------------------------------------------------------------------
@@ -119,6 +133,17 @@ class Alignment:
         if reader.base_model in models:
             return reader.base_model
         return models[0]
+
+    def _one_reference(self) -> ModelReference | None:
+        """Return the reference of the whole merge; None if a lone model is moved by a file."""
+        config = self.planner.config
+        explicit = self._explicit(config.parameters)
+        if explicit is not None or config.base_model is not None:
+            return explicit or config.base_model
+        if self.method.spec.name == methods.ALIGN:
+            return None
+        first: ModelReference = config.referenced_models()[0]
+        return first
 
     def _stock(self, weight: WeightInfo, task: Any) -> Any:
         if not isinstance(task, ExecuteMergeMethodTask):

@@ -1,6 +1,7 @@
 """The tensors of one model by the templates of its family, whatever its files call them."""
 
 from functools import cached_property
+from typing import Any
 
 import torch
 from mergekit.architecture import WeightInfo
@@ -10,6 +11,7 @@ from mergekit_rotation.architecture import Family
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.layout import Unsupported, layout_of
 from mergekit_rotation.graph.tasks import CheckedLoad
+from mergekit_rotation.symmetry import bias_of
 
 LAYER = "${layer_index}"
 
@@ -36,7 +38,7 @@ class ModelTensors:
         self.module = module
         self.checkpoint = context.checkpoint(model)
         self.family, self.layer = layout_of(self.checkpoint)
-        self.model_class = list(self.checkpoint.config.architectures)[0]
+        self.model_class = str(next(iter(self.checkpoint.config.architectures)))
         self.stream = self.family.stream_of(self.model_class)
         self._infos: dict[int | None, dict[str, WeightInfo]] = {}
 
@@ -46,7 +48,7 @@ class ModelTensors:
         return int(self._arch.num_layers())
 
     @property
-    def _arch(self) -> "object":
+    def _arch(self) -> Any:
         return self.context.planner._model_arch(self.model).get_module(self.module)
 
     def infos(self, index: int | None) -> dict[str, WeightInfo]:
@@ -82,7 +84,9 @@ class ModelTensors:
                     tied_names=(source.name, *(source.aliases or ())),
                 )
 
-    def load(self, template: str, index: int | None, label: str | None = None) -> CheckedLoad | None:
+    def load(
+        self, template: str, index: int | None, label: str | None = None
+    ) -> CheckedLoad | None:
         """Return the load of a tensor, or None where mergekit's definition has no such tensor."""
         info = self.infos(index).get(template)
         if info is None:
@@ -112,6 +116,12 @@ class ModelTensors:
         if load is None or not self.checkpoint.has(load):
             return None
         return load.execute()
+
+    def reader_biases(self) -> list[str]:
+        """Templates of the biases that take up what a norm's bias becomes (LayerNorm)."""
+        layout = self.stream.layout
+        readers = [reader for of in layout.readers.values() for reader in of]
+        return [bias_of(reader) for reader in readers] if layout.layer_norm else []
 
     def check_complete(self) -> None:
         """Refuse a model with tensors of which the family does not say how they move.

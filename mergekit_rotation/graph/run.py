@@ -57,6 +57,7 @@ class Run:
 
     out_path: str | None = None
     records: list[Record] = field(default_factory=list)
+    notes: dict[str, list[str]] = field(default_factory=dict)
     writer: Any = None
     _begun: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -65,6 +66,10 @@ class Run:
         """Add what a solve did; called from any thread."""
         with self._lock:
             self.records.append(entry)
+
+    def note(self, model: str, text: str) -> None:
+        """Add a remark on a model to the summary."""
+        self.notes.setdefault(model, []).append(text)
 
     def begin_output(self, out_path: str, inputs: list[str]) -> None:
         """Make sure that no older model stays beside the weights that are about to be written.
@@ -113,6 +118,7 @@ class Run:
                 f"relative distance {before:.4g} -> {after:.4g}, {_describe(mine)}, "
                 f"{sum(record.seconds for record in mine):.1f} s"
             )
+        lines += [f"{model}: {text}" for model, texts in self.notes.items() for text in texts]
         return lines
 
 

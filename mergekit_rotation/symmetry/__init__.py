@@ -25,6 +25,7 @@ from mergekit_rotation.symmetry.action import (
 from mergekit_rotation.symmetry.assignment import lazy_assignment, linear_assignment
 from mergekit_rotation.symmetry.attention import AttentionLayout, solve_attention
 from mergekit_rotation.symmetry.axes import Pattern, Piece
+from mergekit_rotation.symmetry.chance import chance_share
 from mergekit_rotation.symmetry.errors import PatternError, SymmetryError
 from mergekit_rotation.symmetry.groups import (
     DirectSum,
@@ -87,6 +88,7 @@ __all__ = [
     "act",
     "act_stream",
     "bias_of",
+    "chance_share",
     "composed",
     "cross_gram",
     "full_precision",

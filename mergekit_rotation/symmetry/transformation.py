@@ -84,14 +84,14 @@ class ModelTransformation:
     ----------
     stream : SignedPermutation or OrthogonalMap, optional
         Map of the residual stream. With None, norms stay as they are, too.
-    norms : mapping of (norm weight, layer) to Norm
-        The norms that the moved model gets (the reference's).
+    norms : mapping of (norm weight, reference layer, layer) to Norm
+        The norms that the moved model gets (the reference's); layers are -1 outside of all.
     blocks : mapping of (block, reference layer, layer) to Transformation
         What acts on heads and neurons, after the map of the stream.
     """
 
     stream: StreamMap | None = None
-    norms: Mapping[tuple[str, int], Norm] = field(default_factory=dict)
+    norms: Mapping[tuple[str, int, int], Norm] = field(default_factory=dict)
     blocks: Mapping[tuple[str, int, int], Transformation] = field(default_factory=dict)
 
     def then(self, other: "ModelTransformation") -> "ModelTransformation":
@@ -111,7 +111,7 @@ class ModelTransformation:
                     blocks[kind, a2, b] = first + second
         return ModelTransformation(stream, other.norms or self.norms, blocks)
 
-    def inverse(self, norms: Mapping[tuple[str, int], Norm]) -> "ModelTransformation":
+    def inverse(self, norms: Mapping[tuple[str, int, int], Norm]) -> "ModelTransformation":
         """Return the transformation back to a model with the given norms."""
         return ModelTransformation(
             None if self.stream is None else self.stream.inverse(),

@@ -1,0 +1,506 @@
+"""Solving for the transformation of a whole model, streaming both models block by block.
+
+Used where more than one block has to be known before anything is moved: for the residual stream,
+and for transformations that are saved or applied to other models.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from mergekit_rotation.graph import run
+from mergekit_rotation.graph.block import BlockSpec
+from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.moving import ROWS, fingerprint, moved_tensors
+from mergekit_rotation.graph.reading import LAYER, ModelTensors
+from mergekit_rotation.graph.tasks import check_shape
+from mergekit_rotation.graph.vocabulary import Rows, matching_rows
+from mergekit_rotation.symmetry import (
+    ModelTransformation,
+    Norm,
+    Orthogonal,
+    OrthogonalFixingOnes,
+    OrthogonalMap,
+    StreamLayout,
+    StreamMap,
+    SymmetryError,
+    Transformation,
+    bias_of,
+    chance_share,
+    composed,
+    cross_gram,
+    full_precision,
+    into_stream,
+    solve_permutation,
+    solve_rotation,
+    target_norm,
+    working_dtype,
+)
+
+Tensors = dict[str, torch.Tensor]
+Fingerprints = dict[tuple[str, int | None], str]
+#: stands for the layers of a norm that belongs to none
+OUTER = (-1, -1)
+Legs = Iterator[tuple[torch.Tensor, torch.Tensor, int, float]]
+
+
+@dataclass(frozen=True)
+class LayerPair:
+    """A layer of the reference, the layer of the other model that it is paired with, and blocks."""
+
+    reference: int
+    other: int
+    blocks: tuple[BlockSpec, ...]
+    label: str
+
+
+@dataclass
+class Candidate:
+    """One map of the stream (None: no map), with what the layers made of it."""
+
+    stream: StreamMap | None
+    blocks: dict[tuple[str, int, int], Transformation] = field(default_factory=dict)
+    norms: dict[tuple[str, int, int], Norm] = field(default_factory=dict)
+    records: list[run.Record] = field(default_factory=list)
+    #: sum over tensors of the squared relative distance to the reference
+    distance: float = 0.0
+    tensors: int = 0
+    entries: int = 0
+    gram: list[tuple[torch.Tensor, torch.Tensor, int, float]] = field(default_factory=list)
+
+    def relative(self) -> float:
+        """Root mean square over all tensors of the relative distance to the reference."""
+        return float((self.distance / max(self.tensors, 1)) ** 0.5)
+
+
+class ModelSolver:
+    """Alignment of one whole model to a reference.
+
+    Parameters
+    ----------
+    reference, other : ModelTensors
+    pairs : sequence of LayerPair
+    planned : frozenset of str
+        Templates of the tensors that the merge will write.
+    residual : {"none", "permutation", "orthogonal"}
+    rounds : int
+    stored : torch.dtype, optional
+        Precision in which moved tensors will be stored; that of the input if None.
+    device : str
+    """
+
+    def __init__(
+        self,
+        reference: ModelTensors,
+        other: ModelTensors,
+        pairs: Sequence[LayerPair],
+        planned: frozenset[str],
+        residual: str,
+        rounds: int,
+        stored: torch.dtype | None,
+        device: str,
+    ):
+        self.reference, self.other = reference, other
+        self.pairs = pairs
+        self.planned = planned
+        self.residual, self.rounds = residual, rounds
+        self.stored = stored
+        self.device = torch.device(device)
+        self.stream = reference.stream
+        self.layout = layout_for(reference, planned)
+        self.sizes = reference.layer.sizes
+        self._rows: Rows | None = None
+        #: digests of all tensors that were read, of the other model and of the reference
+        self.fingerprints: tuple[Fingerprints, Fingerprints] = ({}, {})
+
+    def solve(self) -> ModelTransformation:
+        """Return the best transformation, and report what was done to the current run.
+
+        Raises
+        ------
+        RotationError
+        """
+        with torch.no_grad(), full_precision():
+            candidates = [Candidate(None)]
+            if self.residual != "none":
+                candidates.append(Candidate(self._first_map()))
+            self._measure(candidates)
+            for _ in range(self.rounds - 1 if self.residual != "none" else 0):
+                last = candidates[-1]
+                following = Candidate(self._next_map(last))
+                self._measure([following])
+                candidates.append(following)
+        best = self._best(candidates)
+        self._report(candidates, best)
+        return ModelTransformation(best.stream, best.norms, best.blocks)
+
+    # -- maps of the stream -------------------------------------------------------------------
+
+    def _first_map(self) -> StreamMap:
+        """Solve for the map from the embeddings and the output head alone."""
+        return self._solve_map(self._outer_legs())
+
+    def _solve_map(self, legs: Legs) -> StreamMap:
+        try:
+            gram, noise = cross_gram(legs, self.sizes["e"], ROWS)
+            if self.residual == "orthogonal":
+                return solve_rotation(gram.to(self.device), noise, self.layout.layer_norm)
+            return solve_permutation(gram, per_coordinate=not self.layout.layer_norm)
+        except SymmetryError as problem:
+            raise RotationError(f"{self.other.model}: {problem}; the model is damaged") from problem
+
+    def _outer_legs(self) -> Legs:
+        """Yield what stands outside of the layers, norms folded, a few rows at a time."""
+        for template in self._outer_templates():
+            pattern = self.layout.patterns[template]
+            dim = pattern.dim_of("e")
+            if dim is None or self._is_norm(template):
+                continue
+            for reference, other in self._chunks(template):
+                x = into_stream(reference, [template], self.layout, None)[template]
+                y = into_stream(other, [template], self.layout, None)[template]
+                yield x, y, dim, 1.0
+
+    def _next_map(self, last: Candidate) -> StreamMap:
+        """Solve for the map from all tensors, each of unit norm, heads and neurons aligned.
+
+        Embeddings and head count as much as all layers together.
+        """
+        correction = self._solve_map(self._all_legs(last))
+        return correction if last.stream is None else composed(last.stream, correction)
+
+    def _all_legs(self, last: Candidate) -> Legs:
+        outer = [t for t in self._outer_templates() if not self._is_norm(t)]
+        share = max(1, len(self.pairs)) * 7.0 / max(1, len(outer))
+        for template in outer:
+            pattern = self.layout.patterns[template]
+            dim = pattern.dim_of("e")
+            if dim is None:
+                continue
+            chunks = [
+                (
+                    into_stream(reference, [template], self.layout, None)[template],
+                    into_stream(other, [template], self.layout, last.stream)[template],
+                )
+                for reference, other in self._chunks(template)
+            ]
+            norms = [sum(float(c[k].square().sum()) for c in chunks) ** 0.5 for k in (0, 1)]
+            for x, y in chunks:
+                yield x, y, dim, _unit(*norms) * share
+        for pair in self.pairs:
+            for names, spec in self._groups(pair):
+                reference, other = self._tensors(pair, names)
+                left = into_stream(reference, names, self.layout, None)
+                right = into_stream(other, names, self.layout, last.stream)
+                key = (spec.kind if spec else "", pair.reference, pair.other)
+                for name in names:
+                    if name not in self.layout.patterns or name not in left or name not in right:
+                        continue
+                    dim = self.layout.patterns[name].dim_of("e")
+                    if dim is None or not self.layout.patterns[name].signed("e"):
+                        continue
+                    x, y = left[name], right[name]
+                    if spec is not None:
+                        y = spec.move(last.blocks.get(key, ()), name, y)
+                    yield x, y, dim, _unit(float(x.norm()), float(y.norm()))
+
+    # -- measuring candidates -------------------------------------------------------------------
+
+    def _measure(self, candidates: Sequence[Candidate]) -> None:
+        """Align heads and neurons under each map, and add up the distances of all tensors."""
+        for pair in self.pairs:
+            for names, spec in self._groups(pair):
+                reference, other = self._tensors(pair, names)
+                for candidate in candidates:
+                    self._measure_group(candidate, pair, names, spec, reference, other)
+        if self.residual == "none":
+            return
+        for template in self._outer_templates():
+            squares = {id(candidate): [0.0, 0.0] for candidate in candidates}
+            for reference, other in self._chunks(template):
+                for candidate in candidates:
+                    targets = self._targets(candidate, [template], OUTER, reference, other)
+                    moved = self._moved(candidate, [template], other, (), None, targets)
+                    fixed = reference[template]
+                    square = squares[id(candidate)]
+                    square[0] += float((fixed - moved[template]).square().sum())
+                    square[1] += float(fixed.square().sum())
+                    candidate.entries += fixed.numel()
+            for candidate in candidates:
+                distance, scale = squares[id(candidate)]
+                _add(candidate, distance, scale)
+
+    def _measure_group(
+        self,
+        candidate: Candidate,
+        pair: LayerPair,
+        names: Sequence[str],
+        spec: BlockSpec | None,
+        reference: Tensors,
+        other: Tensors,
+    ) -> None:
+        start = time.perf_counter()
+        here = [name for name in names if name in reference and name in other]
+        layers = (pair.reference, pair.other)
+        targets = self._targets(candidate, here, layers, reference, other)
+        transformation: Transformation = ()
+        if spec is not None and not (
+            candidate.stream is None and all(torch.equal(reference[n], other[n]) for n in here)
+        ):
+            assert self.stored is not None
+            where = f"{self.other.model}: {spec.kind} of {pair.label}"
+            if candidate.stream is None:
+                x, y = reference, other
+            else:
+                x = into_stream(reference, here, self.layout, None)
+                y = into_stream(other, here, self.layout, candidate.stream)
+            transformation = spec.solve(x, y, self.stored, where)
+        before = after = scale = 0.0
+        for attempt in (transformation, ()):
+            moved = self._moved(candidate, here, other, attempt, spec, targets)
+            squares = [
+                (
+                    float((reference[n] - other[n]).square().sum()),
+                    float((reference[n] - moved[n]).square().sum()),
+                    float(reference[n].square().sum()),
+                )
+                for n in here
+            ]
+            before, after, scale = (sum(column) for column in zip(*squares, strict=True))
+            if candidate.stream is not None or after <= before:
+                transformation = attempt
+                break
+        if self.residual != "none":
+            for name, (_, distance, square) in zip(here, squares, strict=True):
+                candidate.entries += reference[name].numel()
+                _add(candidate, distance, square)
+        if spec is not None:
+            candidate.blocks[spec.kind, pair.reference, pair.other] = transformation
+            candidate.records.append(
+                run.Record(
+                    model=str(self.other.model),
+                    reference=str(self.reference.model),
+                    block=spec.kind,
+                    layer=pair.label,
+                    moved=run.moved_axes(transformation),
+                    before=before,
+                    after=after,
+                    scale=scale,
+                    seconds=time.perf_counter() - start,
+                )
+            )
+
+    def _moved(
+        self,
+        candidate: Candidate,
+        names: Sequence[str],
+        other: Tensors,
+        transformation: Transformation,
+        spec: BlockSpec | None,
+        targets: Mapping[str, Norm],
+    ) -> Tensors:
+        """Return tensors of the other model under a candidate, in the reference's norms."""
+        return moved_tensors(
+            other, names, self.layout, candidate.stream, spec, transformation, targets
+        )
+
+    def _targets(
+        self,
+        candidate: Candidate,
+        names: Sequence[str],
+        layers: tuple[int, int],
+        reference: Tensors,
+        other: Tensors,
+    ) -> dict[str, Norm]:
+        """Return the norms that the moved tensors get, and keep them."""
+        if candidate.stream is None:
+            return {}
+        for norm in {self.layout.norm_of(name) for name in names} - {None}:
+            assert norm is not None
+            if (norm, *layers) not in candidate.norms:
+                own = self.layout.norm(norm, other)
+                theirs = self.layout.norm(norm, reference) if self._foldable(norm) else None
+                candidate.norms[(norm, *layers)] = target_norm(own, theirs, candidate.stream)
+        return {norm: t for (norm, a, b), t in candidate.norms.items() if (a, b) == layers}
+
+    def _best(self, candidates: Sequence[Candidate]) -> Candidate:
+        """Return the closest candidate; a map has to gain more than chance and rounding do."""
+        best = candidates[0]
+        for candidate in candidates[1:]:
+            margin = 0.0
+            if best.stream is None and isinstance(candidate.stream, OrthogonalMap):
+                group = OrthogonalFixingOnes if self.layout.layer_norm else Orthogonal
+                share = chance_share(group(self.sizes["e"]).freedom, candidate.entries)
+                rounding = torch.finfo(self.stored or torch.float32).eps ** 2 / 12
+                margin = share * best.distance + rounding * candidate.tensors
+            if candidate.distance < best.distance - margin:
+                best = candidate
+        return best
+
+    def _report(self, candidates: Sequence[Candidate], best: Candidate) -> None:
+        this = run.current()
+        for record in best.records:
+            this.record(record)
+        if self.residual == "none":
+            return
+        plain = candidates[0].relative()
+        tried = min(c.relative() for c in candidates[1:])
+        if best.stream is None:
+            text = (
+                f"residual stream left as it is (relative distance of all tensors {plain:.4g}, "
+                f"{tried:.4g} with the best {self.residual} map)"
+            )
+        else:
+            which = f", round {candidates.index(best)} of {self.rounds}" if self.rounds > 1 else ""
+            text = (
+                f"residual stream moved by {_ARTICLE[self.residual]} map{which} (relative distance "
+                f"of all tensors {plain:.4g} without, {best.relative():.4g} with it)"
+            )
+        this.note(str(self.other.model), text)
+
+    # -- tensors --------------------------------------------------------------------------------
+
+    def _is_norm(self, template: str) -> bool:
+        norm = self.layout.norm_of(template)
+        return norm is not None and template in (norm, bias_of(norm))
+
+    def _foldable(self, norm: str) -> bool:
+        """Tell whether a norm's readers are tensors of their own (no tied head)."""
+        return any(reader in self.planned for reader in self.layout.readers[norm])
+
+    def _outer_templates(self) -> list[str]:
+        """Templates of the stream outside of the layers that both models have."""
+        heads = [head for head in self.stream.tied if self._reads_its_own_norm(head)]
+        return [
+            template
+            for template in outer_templates(self.reference)
+            if (template not in self.stream.tied or template in heads)
+            and self.reference.has(template, None)
+            and self.other.has(template, None)
+        ]
+
+    def _reads_its_own_norm(self, head: str) -> bool:
+        norm = self.layout.norm_of(head)
+        others = [] if norm is None else [r for r in self.layout.readers[norm] if r != head]
+        return head in self.planned or not any(reader in self.planned for reader in others)
+
+    def _groups(self, pair: LayerPair) -> Iterator[tuple[list[str], BlockSpec | None]]:
+        """Yield the names that move together in a layer: its blocks, then single tensors."""
+        taken: set[str] = set()
+        for spec in pair.blocks:
+            names = [name for name, _ in spec.patterns]
+            taken.update(names)
+            yield names, spec
+        if self.residual == "none":
+            return
+        for template in self.layout.patterns:
+            if LAYER in template and template not in taken and template in self.planned:
+                yield [template], None
+
+    def _tensors(self, pair: LayerPair, names: Sequence[str]) -> tuple[Tensors, Tensors]:
+        """Read a group of both models, with the norms that it needs, in the working dtype."""
+        needed = self.layout.needed(names) if self.residual != "none" else list(names)
+        sides = []
+        for model, index in ((self.reference, pair.reference), (self.other, pair.other)):
+            sides.append(self._read(model, needed, index))
+        return sides[0], sides[1]
+
+    def _read(self, model: ModelTensors, names: Sequence[str], index: int | None) -> Tensors:
+        result = {}
+        for name in names:
+            x = self._raw(model, name, index)
+            if x is not None:
+                if model is self.other and self.stored is None:
+                    self.stored = x.dtype
+                result[name] = x.to(device=self.device, dtype=working_dtype(x.dtype))
+        return result
+
+    def _raw(self, model: ModelTensors, name: str, index: int | None) -> torch.Tensor | None:
+        x = model.read(name, index)
+        if x is not None:
+            digests = self.fingerprints[0 if model is self.other else 1]
+            if (name, index) not in digests:
+                digests[name, index] = fingerprint(x)
+            pattern = self.layout.patterns.get(name)
+            if LAYER in name and pattern is not None and set(pattern.axes) <= set(self.sizes):
+                load = model.load(name, index)
+                assert load is not None
+                check_shape(x, load, pattern.shape(self.sizes))
+        return x
+
+    def _chunks(self, template: str) -> Iterator[tuple[Tensors, Tensors]]:
+        """Yield a tensor outside of the layers in pieces of corresponding rows, with its norm."""
+        pattern = self.layout.patterns.get(template)
+        needed = [name for name in self.layout.needed([template]) if name != template]
+        extras = [self._read(model, needed, None) for model in (self.reference, self.other)]
+        whole = [self._raw(model, template, None) for model in (self.reference, self.other)]
+        assert whole[0] is not None and whole[1] is not None
+        x, y = whole[0], whole[1]
+        if pattern is None or pattern.dims[0] in (("e",), ("~e",), ("t",), ("~t",)):
+            pieces: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter([(x, y)])
+        else:
+            if pattern.dims[0] == ("v",):
+                rows = self._matching_rows(len(x), len(y))
+            elif x.shape == y.shape:
+                rows = (torch.arange(len(x)), torch.arange(len(x)))
+            else:
+                count = min(len(x), len(y))
+                self.reference.context.warn_once(
+                    f"{self.other.model}: {template} has {len(y)} rows, {len(x)} in the reference; "
+                    f"the residual stream is matched on the first {count}"
+                )
+                rows = (torch.arange(count), torch.arange(count))
+            pieces = (
+                (x[a], y[b]) for a, b in zip(rows[0].split(ROWS), rows[1].split(ROWS), strict=True)
+            )
+        for a, b in pieces:
+            yield tuple(
+                {**extra, template: piece.to(device=self.device, dtype=working_dtype(piece.dtype))}
+                for extra, piece in zip(extras, (a, b), strict=True)
+            )  # type: ignore[misc]  # two sides
+
+    def _matching_rows(self, *sizes: int) -> Rows:
+        if self._rows is None:
+            first, second = self.reference.checkpoint, self.other.checkpoint
+            count = (sizes[0], sizes[1])
+            self._rows = matching_rows(self.reference.context, first, second, count)
+            if len(self._rows[0]) < max(sizes):
+                run.current().note(
+                    str(self.other.model),
+                    f"{len(self._rows[0])} of {sizes[1]} rows of its vocabulary are in the "
+                    "reference's as well",
+                )
+        return self._rows
+
+
+_ARTICLE = {"permutation": "a permutation", "orthogonal": "an orthogonal"}
+
+
+def _add(candidate: Candidate, distance: float, scale: float) -> None:
+    if scale > 0:
+        candidate.distance += distance / scale
+        candidate.tensors += 1
+
+
+def _unit(first: float, second: float) -> float:
+    return 1 / (first * second) if first > 0 and second > 0 else 0.0
+
+
+def outer_templates(model: ModelTensors) -> list[str]:
+    """Templates outside of the layers that the residual stream may change, with biases."""
+    layout = model.stream.layout
+    names = [*layout.patterns, *model.reader_biases()]
+    return list(dict.fromkeys(name for name in names if LAYER not in name))
+
+
+def layout_for(model: ModelTensors, planned: frozenset[str]) -> StreamLayout:
+    """Return a model's layout with the norms carried that some planned reader has no bias for."""
+    layout = model.stream.layout
+    carried = {
+        norm
+        for norm, readers in layout.readers.items()
+        if layout.layer_norm and any(r in planned and bias_of(r) not in planned for r in readers)
+    }
+    return replace(layout, carried=frozenset(carried))
