@@ -154,8 +154,7 @@ class ModelSolver:
     def _outer_legs(self) -> Legs:
         """Yield what stands outside of the layers, norms folded, a few rows at a time."""
         for template in self._outer_templates():
-            pattern = self.layout.patterns[template]
-            dim = pattern.dim_of("e")
+            dim = self._dim(template)
             if dim is None or self._is_norm(template):
                 continue
             for reference, other in self._chunks(template):
@@ -175,8 +174,7 @@ class ModelSolver:
         outer = [t for t in self._outer_templates() if not self._is_norm(t)]
         share = max(1, len(self.pairs)) * 7.0 / max(1, len(outer))
         for template in outer:
-            pattern = self.layout.patterns[template]
-            dim = pattern.dim_of("e")
+            dim = self._dim(template)
             if dim is None:
                 continue
             chunks = [
@@ -196,10 +194,8 @@ class ModelSolver:
                 right = into_stream(other, names, self.layout, last.stream)
                 key = (spec.kind if spec else "", pair.reference, pair.other)
                 for name in names:
-                    if name not in self.layout.patterns or name not in left or name not in right:
-                        continue
-                    dim = self.layout.patterns[name].dim_of("e")
-                    if dim is None or not self.layout.patterns[name].signed("e"):
+                    dim = self._dim(name)
+                    if dim is None or name not in left or name not in right:
                         continue
                     x, y = left[name], right[name]
                     if spec is not None:
@@ -361,6 +357,11 @@ class ModelSolver:
         this.note(str(self.other.model), text)
 
     # -- tensors --------------------------------------------------------------------------------
+
+    def _dim(self, template: str) -> int | None:
+        """Return the dimension along which a tensor takes the whole map of the stream, if any."""
+        pattern = self.layout.patterns.get(template)
+        return None if pattern is None or not pattern.signed("e") else pattern.dim_of("e")
 
     def _is_norm(self, template: str) -> bool:
         norm = self.layout.norm_of(template)

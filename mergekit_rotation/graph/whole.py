@@ -262,6 +262,8 @@ class WholeModels:
                 )
             reference.check_complete()
             other.check_complete()
+        if residual == "orthogonal":  # a tied head will be untied
+            templates |= {h for h in other.stream.tied if self._has_head(other, h, templates)}
         options = context.planner.options
         return ModelSolver(
             reference,
