@@ -326,10 +326,16 @@ class ModelSolver:
         best = candidates[0]
         for candidate in candidates[1:]:
             margin = 0.0
-            if best.stream is None and isinstance(candidate.stream, OrthogonalMap):
-                group = OrthogonalFixingOnes if self.layout.layer_norm else Orthogonal
-                share = chance_share(group(self.sizes["e"]).freedom, candidate.entries)
-                rounding = torch.finfo(self.stored or torch.float32).eps ** 2 / 12
+            if best.stream is None:
+                # Numbers that were fitted: the map itself, and the gauge of every norm.
+                size = self.sizes["e"]
+                freedom = size * len(candidate.norms)
+                rounding = 0.0
+                if isinstance(candidate.stream, OrthogonalMap):
+                    group = OrthogonalFixingOnes if self.layout.layer_norm else Orthogonal
+                    freedom += group(size).freedom
+                    rounding = torch.finfo(self.stored or torch.float32).eps ** 2 / 12
+                share = chance_share(freedom, candidate.entries)
                 margin = share * best.distance + rounding * candidate.tensors
             if candidate.distance < best.distance - margin:
                 best = candidate

@@ -150,7 +150,7 @@ class WholeModels:
             self._add_use(source.model, reader)
 
     def _add_use(self, model: ModelReference, reader: ConfigReader) -> None:
-        own = reader.parameter_sources(model)
+        own = tuple(reader.parameter_sources(model))
         solved_for = parameters.named_model("align_as", own)
         task_base = parameters.named_model("align_task_base", own)
         if solved_for is not None and task_base is not None:
@@ -180,8 +180,12 @@ class WholeModels:
                     "because the models' rows are only brought together afterwards; merge in two "
                     "steps"
                 )
+        if self.settings.residual != "none":
+            planned = self._add_heads(planned, None)
         solution = self._solve(self._templates(planned))
-        planned = planned + self._untied_head(planned, solution.transformations)
+        for model, transformation in solution.transformations.items():
+            if isinstance(transformation.stream, OrthogonalMap):
+                planned = self._add_heads(planned, model)
         solution = replace(solution, templates=self._templates(planned))
         return [
             (weight, self._rewrite(weight, task, solution))
@@ -359,38 +363,45 @@ class WholeModels:
 
     # -- rewriting ------------------------------------------------------------------------------
 
-    def _untied_head(
-        self,
-        planned: list[tuple[WeightInfo, Any]],
-        solved: Mapping[ModelReference, ModelTransformation],
+    def _add_heads(
+        self, planned: list[tuple[WeightInfo, Any]], rotated: ModelReference | None
     ) -> list[tuple[WeightInfo, Any]]:
-        """Plan an output head of its own where tied embeddings cannot stay tied."""
+        """Plan an output head of its own where mergekit plans none.
+
+        Tied embeddings cannot stay tied where a model is rotated, and a model that stores a head
+        which mergekit's definition does not know would lose it.
+        """
         planner = self.context.planner
-        rotated = [m for m, t in solved.items() if isinstance(t.stream, OrthogonalMap)]
         some = self.tensors(next(iter(self.uses)))
         names = {weight.name for weight, _ in planned}
         templates = self._templates(planned)
-        added: list[tuple[WeightInfo, Any]] = []
         for head in some.stream.tied:
             info = some.infos(None).get(head)
             if info is None or not self._has_head(some, head, templates):
                 continue
-            if info.name not in names and rotated:
-                models = list(self.layers[-1].indices)
+            models = list(self.layers[-1].indices)
+            stored = [
+                m for m in models if info.name in self.tensors(m).checkpoint.index.tensor_paths
+            ]
+            if info.name not in names and (rotated is not None or stored):
                 weight = info.model_copy(update={"optional": False})
                 start = len(planner._tensors)
-                planner.plan_tensor(
-                    weight, [weight] * len(models), models, self.layers[-1].plan.reader
+                reader = self.layers[-1].plan.reader
+                planner.plan_tensor(weight, [weight] * len(models), models, reader)
+                planned = planned + planner._tensors[start:]
+                why = (
+                    f"{rotated}: its tied embeddings cannot stay tied in the coordinates of "
+                    f"{self.reference or 'the reference'}"
+                    if rotated is not None
+                    else f"{stored[0]}: has an output head that is not tied to its embeddings"
                 )
-                added += planner._tensors[start:]
                 self.context.warn_once(
-                    f"{rotated[0]}: its tied embeddings cannot stay tied in the coordinates of "
-                    f"{self.reference or 'the reference'}; the output gets a {info.name} of its "
-                    "own and tie_word_embeddings: false"
+                    f"{why}; the output gets {info.name} and tie_word_embeddings: false"
                 )
-            if info.name in names or added:
-                untie(planner.out_model_config)
-        return added
+            elif info.name not in names:
+                continue
+            untie(planner.out_model_config)
+        return planned
 
     @staticmethod
     def _has_head(model: ModelTensors, head: str, templates: frozenset[str]) -> bool:
