@@ -36,7 +36,7 @@ class StreamLayout:
     layer_norm : bool
         LayerNorm (which removes the mean) instead of RMSNorm.
     offset : float
-        What is added to a stored norm weight (1 in Gemma).
+        What the model adds to a stored norm weight.
     carried : frozenset of str
         Norms with a reader without bias: their own bias is kept, in the new coordinates.
     """
