@@ -32,27 +32,53 @@ def losses(*folders):
     return {name: (float(code), float(docs)) for name, code, docs in rows}
 
 
-def test_the_quickstart_merges_what_plain_averaging_destroys(tmp_path):
-    for recipe, out in (("quickstart", "merged"), ("quickstart-plain", "plain")):
-        result = command("mergekit-yaml", f"recipes/{recipe}.yml", str(tmp_path / out), cwd=ROOT)
-        assert result.returncode == 0, result.stderr
-        assert "Traceback" not in result.stderr
-    model, finetune = "recipes/quickstart/model", "recipes/quickstart/finetune-rotated"
-    merged, plain = tmp_path / "merged", tmp_path / "plain"
-    loss = losses(model, finetune, merged, plain)
-    parents = [max(loss[model][k], loss[finetune][k]) for k in (0, 1)]
+SEEDS = "recipes/quickstart/seed-0", "recipes/quickstart/seed-1"
+ROWS = {
+    "the model": "recipes/quickstart/model",
+    "the fine-tune": "recipes/quickstart/finetune-rotated",
+    "rotation_linear": "quickstart",
+    "linear": "quickstart-plain",
+    "seed 0": SEEDS[0],
+    "seed 1": SEEDS[1],
+    "with align_residual": "independent",
+    "without": "independent-local",
+}
+
+
+@pytest.fixture(scope="module")
+def loss(tmp_path_factory):
+    """Losses by row of the README's tables."""
+    tmp = tmp_path_factory.mktemp("quickstart")
+    folders = {}
+    for row, name in ROWS.items():
+        if not name.startswith("recipes/"):
+            out = tmp / name
+            result = command("mergekit-yaml", f"recipes/{name}.yml", str(out), cwd=ROOT)
+            assert result.returncode == 0, result.stderr
+            assert "Traceback" not in result.stderr
+            name = str(out)
+        folders[row] = name
+    found = losses(*folders.values())
+    return {row: found[folder] for row, folder in folders.items()}
+
+
+def test_the_quickstart_merges_what_plain_averaging_destroys(loss):
     for k in (0, 1):
-        assert loss[str(merged)][k] < parents[k]
-        assert loss[str(plain)][k] > parents[k] + 1
+        parent = max(loss["the model"][k], loss["the fine-tune"][k])
+        assert loss["rotation_linear"][k] < parent
+        assert loss["linear"][k] > parent + 1
+
+
+def test_independent_models_come_together_by_their_streams(loss):
+    chord = (loss["seed 0"][0] + loss["seed 1"][0]) / 2
+    with_map, without = loss["with align_residual"][0], loss["without"][0]
+    assert with_map - chord < 0.5 * (without - chord)
+
+
+def test_the_losses_are_those_that_are_quoted(loss):
     shown = re.findall(r"\| `?([\w -]+)`? \| \**([\d.]+)\** \| \**([\d.]+)\** \|", README)
     quoted = {name: (float(code), float(docs)) for name, code, docs in shown}
-    names = {
-        "the model": model,
-        "the fine-tune": finetune,
-        "rotation_linear": str(merged),
-        "linear": str(plain),
-    }
-    assert set(quoted) == set(names)
-    for name, folder in names.items():
+    assert set(quoted) >= set(ROWS)
+    for row in ROWS:
         # Another processor rounds the evaluation differently in the last printed digit.
-        assert quoted[name] == pytest.approx(loss[folder], abs=2e-3)
+        assert quoted[row] == pytest.approx(loss[row], abs=2e-3)

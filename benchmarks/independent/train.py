@@ -123,5 +123,13 @@ def train_all(workers: int = 2) -> None:
                 future.result()
 
 
+def export_quickstart() -> None:
+    """Write the first two Llamas to the quickstart, in bfloat16."""
+    for seed in (0, 1):
+        model = AutoModelForCausalLM.from_pretrained(member("llama", seed))
+        make.save(model, Path(make.__file__).parent / f"seed-{seed}")
+
+
 if __name__ == "__main__":
     train_all()
+    export_quickstart()

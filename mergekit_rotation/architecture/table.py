@@ -20,6 +20,7 @@ def support_table() -> str:
         "values and output",
         "heads",
         "neurons",
+        "residual stream",
         "left alone",
     )
     rows = [_line(head), "|---" * len(head) + "|"]
@@ -42,9 +43,18 @@ def _row(family: Family) -> str:
         _group(family.attention.value_output),
         grouped,
         neurons,
+        _stream(family),
         family.notes or "-",
     ]
     return _line(cells)
+
+
+def _stream(family: Family) -> str:
+    signs = "one sign" if family.stream.norm == "layer" else "signs"
+    maps = [f"permutation with {signs}"]
+    if "orthogonal" in family.stream.maps:
+        maps.append("O(D) that fixes the mean" if family.stream.norm == "layer" else "O(D)")
+    return "; ".join(maps)
 
 
 def _group(group: HeadGroup) -> str:
