@@ -1,7 +1,6 @@
 """What can be known of a checkpoint before its tensors are read: names, shapes, dtypes."""
 
 import os
-from functools import cached_property
 
 import torch
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
@@ -35,6 +34,7 @@ class Checkpoint:
         self.model = model
         self.config = config
         self.index = LoaderCache().get(model).index
+        self._headers: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
 
     def resolve(self, load: LoadTensor) -> str | None:
         """Return the name under which mergekit will find a tensor in the files, if any."""
@@ -66,10 +66,6 @@ class Checkpoint:
                 "fetch the model again"
             )
         return self._headers[shard][name]
-
-    @cached_property
-    def _headers(self) -> dict[str, dict[str, tuple[tuple[int, ...], str]]]:
-        return {}
 
     def _read(self, shard: str) -> dict[str, tuple[tuple[int, ...], str]]:
         path = os.path.join(self.index.base_path, shard)

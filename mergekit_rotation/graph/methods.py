@@ -5,7 +5,6 @@ from dataclasses import replace
 from difflib import get_close_matches
 from typing import Any
 
-import torch
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import InputContract, MergeMethod, MergeMethodSpec, TensorGroup
 from mergekit.merge_methods.passthrough import passthrough_merge_method
@@ -108,10 +107,3 @@ def aligned_method(name: str) -> AlignedMethod | None:
     """Return the twin of this name, or None for a plain method."""
     method = registry.get(name)
     return method if isinstance(method, AlignedMethod) else None
-
-
-def output_dtype(name: str | None) -> torch.dtype | None:
-    """Return the torch dtype of a mergekit dtype name."""
-    from mergekit.common import dtype_from_name
-
-    return dtype_from_name(name)

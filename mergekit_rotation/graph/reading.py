@@ -105,10 +105,6 @@ class ModelTensors:
         self.context.check_present(load)
         return load
 
-    def stores(self, name: str) -> bool:
-        """Tell whether the files hold a tensor under this very name."""
-        return name in self.checkpoint.index.tensor_paths
-
     def has(self, template: str, index: int | None) -> bool:
         """Tell whether the model holds a tensor, under its own name or tied to another."""
         load = self.load(template, index)

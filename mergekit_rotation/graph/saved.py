@@ -97,6 +97,7 @@ def write(
         "models": json.dumps(about),
     }
     try:
+        os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         save_file(data, path + ".part", metadata=metadata)
         os.replace(path + ".part", path)
     except OSError as problem:

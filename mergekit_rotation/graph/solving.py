@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
+from transformers.utils.logging import tqdm
 
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
@@ -206,7 +207,8 @@ class ModelSolver:
 
     def _measure(self, candidates: Sequence[Candidate]) -> None:
         """Align heads and neurons under each map, and add up the distances of all tensors."""
-        for pair in self.pairs:
+        quiet = self.other.context.planner.options.quiet
+        for pair in tqdm(self.pairs, desc=f"Aligning {self.other.model}", disable=quiet):
             for names, spec in self._groups(pair):
                 reference, other = self._tensors(pair, names)
                 for candidate in candidates:
@@ -318,7 +320,9 @@ class ModelSolver:
             if (norm, *layers) not in candidate.norms:
                 own = self.layout.norm(norm, other)
                 theirs = self.layout.norm(norm, reference) if self._foldable(norm) else None
-                candidate.norms[(norm, *layers)] = target_norm(own, theirs, candidate.stream)
+                target = target_norm(own, theirs, candidate.stream)
+                bias = None if target.bias is None else target.bias.cpu()
+                candidate.norms[(norm, *layers)] = Norm(target.weight.cpu(), bias)
         return {norm: t for (norm, a, b), t in candidate.norms.items() if (a, b) == layers}
 
     def _best(self, candidates: Sequence[Candidate]) -> Candidate:

@@ -245,6 +245,18 @@ class WholeModels:
             raise RotationError(f"{problem}, or set align_unsupported: skip to merge it unaligned")
         self.context.warn_once(f"not aligned: {problem}")
 
+    def _some(self) -> ModelTensors:
+        """Return the tensors of any model whose family is the merge's: the reference's if known.
+
+        Raises
+        ------
+        RotationError
+        """
+        try:
+            return self.tensors(self.reference or next(iter(self.uses)))
+        except Unsupported as problem:
+            raise RotationError(str(problem)) from problem
+
     def tensors(self, model: ModelReference) -> ModelTensors:
         """Return the (cached) tensors of a model."""
         if model not in self._tensors:
@@ -264,8 +276,9 @@ class WholeModels:
                     f"{residual} map of the residual stream; set align_residual: "
                     f"{' or '.join(reference.stream.maps)}"
                 )
-            reference.check_complete()
-            other.check_complete()
+            for side in (reference, other):
+                side.check_complete()
+                self._warn_if_lost(side, templates)
         if residual == "orthogonal":  # a tied head will be untied
             templates |= {h for h in other.stream.tied if self._has_head(other, h, templates)}
         options = context.planner.options
@@ -279,6 +292,19 @@ class WholeModels:
             dtype_from_name(context.planner.config.dtype),
             options.device or "cpu",
         )
+
+    def _warn_if_lost(self, model: ModelTensors, templates: frozenset[str]) -> None:
+        """Say which tensors of the stream mergekit will not write, with or without alignment."""
+        for template in model.stream.layout.patterns:
+            for prefix in model.family.prefixes:
+                name = prefix + template.replace(LAYER, "0")
+                if template not in templates and name not in tied_names(model):
+                    if name in model.checkpoint.index.tensor_paths:
+                        self.context.warn_once(
+                            f"{model.model}: mergekit's definition of this architecture has no "
+                            f"{prefix + template}; these tensors will be lost in the output, with "
+                            "or without alignment; those of the reference fit the merge"
+                        )
 
     def _templates(self, planned: Sequence[tuple[WeightInfo, Any]]) -> frozenset[str]:
         """Return the templates of the planned tensors (of any layer)."""
@@ -372,7 +398,7 @@ class WholeModels:
         which mergekit's definition does not know would lose it.
         """
         planner = self.context.planner
-        some = self.tensors(next(iter(self.uses)))
+        some = self._some()
         names = {weight.name for weight, _ in planned}
         templates = self._templates(planned)
         for head in some.stream.tied:
@@ -443,7 +469,7 @@ class WholeModels:
     def _locate(self, name: str) -> tuple[OutputLayer | None, str | None]:
         """Return the layer and the template of an output tensor."""
         if not self._places:
-            some = self.tensors(next(iter(self.uses)))
+            some = self._some()
             prefix = self.layers[0].plan.prefix
             for template in some.stream.known:
                 for family_prefix in some.family.prefixes:
@@ -467,7 +493,7 @@ class WholeModels:
         """Return the task that moves one input, or None where it is taken as it is."""
         use = self.uses[model]
         transformation = solution.transformations.get(use.solved_for)
-        if model == self.reference and use.solved_for == model:
+        if transformation is None and use.task_base is None:  # the reference, or left unaligned
             return None
         if template is None:
             if use.task_base is None:
@@ -574,6 +600,11 @@ def plain_spec(block: Block) -> BlockSpec:
     layout = block.layout
     patterns = tuple((name, pattern.text) for name, pattern in layout.patterns.items())
     return BlockSpec(kind=block.kind, patterns=patterns, sizes=tuple(layout.sizes.items()))
+
+
+def tied_names(model: ModelTensors) -> set[str]:
+    """Names under which a model may hold its embeddings a second time."""
+    return {prefix + head for prefix in model.family.prefixes for head in model.stream.tied}
 
 
 def untie(config: Any) -> None:

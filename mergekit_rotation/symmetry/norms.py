@@ -90,6 +90,7 @@ def carried_bias(
     SymmetryError
         If the norm has a bias where its weight is zero, which no other weight can express.
     """
+    weight = weight.to(bias.device)
     if isinstance(stream, SignedPermutation):
         ratio = weight / stream.along(own.weight, 0, signed=False)
         ratio = torch.where(torch.isfinite(ratio), ratio, torch.ones_like(ratio))
