@@ -3,13 +3,15 @@
     python benchmarks/real.py MODEL [--runs 3]
 
 MODEL is a folder with a causal language model of a supported family. Two companions are made in
-a temporary folder: ``near``, the model with 2 % of noise (same lineage), and ``twin``, the model
-in other coordinates (heads, rotations, neurons; random elements of the declared symmetries).
+a temporary folder: ``near``, the model with 2 % of noise (same lineage), ``twin``, the model
+in other coordinates (heads, rotations, neurons; random elements of the declared symmetries), and,
+where the family allows it, ``stream``, the twin with its residual stream rotated as well.
 Prints whole-process wall time and peak memory of both methods, run in turn, their ratios, and the
 mean KL divergence of the merged twin from the model on a few sentences.
 """
 
 import argparse
+import json
 import os
 import shutil
 import statistics
@@ -19,6 +21,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import TypeVar
@@ -26,10 +29,23 @@ from typing import TypeVar
 import torch
 import yaml
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PretrainedConfig
 
-from mergekit_rotation.architecture import find_family
-from mergekit_rotation.symmetry import AttentionLayout, Permute, Rotate, Sign, Transformation, act
+from mergekit_rotation.architecture import Family, find_family
+from mergekit_rotation.symmetry import (
+    AttentionLayout,
+    Orthogonal,
+    OrthogonalFixingOnes,
+    OrthogonalMap,
+    Permute,
+    Rotate,
+    Sign,
+    Transformation,
+    act,
+    into_stream,
+    out_of_stream,
+    target_norm,
+)
 
 T = TypeVar("T")
 
@@ -49,10 +65,17 @@ def companions(model: Path, folder: Path) -> dict[str, Path]:
         name: (t.float() * (1 + 0.02 * torch.randn(t.shape, generator=generator))).to(t.dtype)
         for name, t in state.items()
     }
-    return {
+    twin = other_coordinates(model, state, generator)
+    folders = {
         "near": write(model, folder / "near", near),
-        "twin": write(model, folder / "twin", other_coordinates(model, state, generator)),
+        "twin": write(model, folder / "twin", twin),
     }
+    if "orthogonal" in family_of(model)[1].stream.maps:
+        folders["stream"] = write(model, folder / "stream", rotated(model, twin, generator))
+        file = folders["stream"] / "config.json"
+        config = {**json.loads(file.read_text()), "tie_word_embeddings": False}
+        file.write_text(json.dumps(config))
+    return folders
 
 
 def write(model: Path, folder: Path, state: dict[str, torch.Tensor]) -> Path:
@@ -61,13 +84,50 @@ def write(model: Path, folder: Path, state: dict[str, torch.Tensor]) -> Path:
     return folder
 
 
+def family_of(model: Path) -> tuple[PretrainedConfig, Family]:
+    config = AutoConfig.from_pretrained(model)
+    family = find_family(config.model_type, config.architectures[0])
+    assert family is not None, "not a supported family"
+    return config, family
+
+
+def rotated(
+    model: Path, state: dict[str, torch.Tensor], generator: torch.Generator
+) -> dict[str, torch.Tensor]:
+    """Rotate the residual stream in float64; norms become constants, a tied head its own."""
+    config, family = family_of(model)
+    stream, size = family.stream_of(config.architectures[0]), family.layer(config).sizes["e"]
+    group = (OrthogonalFixingOnes if stream.layout.layer_norm else Orthogonal)(size)
+    turn = OrthogonalMap(group.sample(1, generator)[0])
+    result = dict(state)
+    for head, embedding in stream.tied.items():
+        result.setdefault(head, state[embedding])
+    for index in (None, *range(config.num_hidden_layers)):
+        names = {
+            template: name
+            for template in stream.known
+            if ("$" in template) == (index is not None)
+            and (name := template.replace("${layer_index}", str(index))) in result
+        }
+        tensors = {template: result[name].double() for template, name in names.items()}
+        layout = replace(stream.layout, carried=frozenset(stream.layout.readers))
+        targets = {
+            norm: target_norm(layout.norm(norm, tensors), None, turn)
+            for norm in layout.readers
+            if norm in tensors
+        }
+        inside = into_stream(tensors, tensors, layout, turn)
+        moved = out_of_stream(inside, tensors, tensors, layout, turn, targets)
+        for template, name in names.items():
+            result[name] = moved[template].to(state.get(name, result[name]).dtype).contiguous()
+    return result
+
+
 def other_coordinates(
     model: Path, state: dict[str, torch.Tensor], generator: torch.Generator
 ) -> dict[str, torch.Tensor]:
     """Apply random elements of every symmetry of the family, in float64."""
-    config = AutoConfig.from_pretrained(model)
-    family = find_family(config.model_type, config.architectures[0])
-    assert family is not None, "not a supported family"
+    config, family = family_of(model)
     layer, result = family.layer(config), dict(state)
     for index in range(config.num_hidden_layers):
         for block in layer.blocks:
@@ -97,13 +157,23 @@ def draw(layout: object, generator: torch.Generator) -> Transformation:
     return (Permute("f", torch.randperm(sizes["f"], generator=generator)), Sign("f", sign))
 
 
-def run(method: str, models: list[Path], out: Path) -> tuple[float, float]:
+#: what is timed: merge method and top-level parameters
+VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
+    "linear": ("linear", {}),
+    "rotation_linear": ("rotation_linear", {}),
+    "align_residual": ("rotation_linear", {"align_residual": "orthogonal"}),
+}
+
+
+def run(variant: str, models: list[Path], out: Path) -> tuple[float, float]:
     """Merge in a process of its own; wall seconds and peak memory in MiB."""
     shutil.rmtree(out, ignore_errors=True)
+    method, parameters = VARIANTS[variant]
     entries = [{"model": str(m), "parameters": {"weight": 0.5}} for m in models]
     file = out.with_suffix(".yml")
+    config = {"merge_method": method, "models": entries, "dtype": "bfloat16"}
     file.write_text(
-        yaml.safe_dump({"merge_method": method, "models": entries, "dtype": "bfloat16"})
+        yaml.safe_dump({**config, **({"parameters": parameters} if parameters else {})})
     )
     command = [str(Path(sys.executable).parent / "mergekit-yaml"), str(file), str(out)]
     start = time.perf_counter()
@@ -113,7 +183,7 @@ def run(method: str, models: list[Path], out: Path) -> tuple[float, float]:
         stderr=subprocess.DEVNULL,
     )
     _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, f"{method} failed"
+    assert status == 0, f"{variant} failed"
     return time.perf_counter() - start, usage.ru_maxrss / 1024
 
 
@@ -154,7 +224,8 @@ def main() -> None:
         print(f"{'pair':6}{'method':18}{'wall s':>8}{'MiB':>8}{'ratio':>8}{'memory':>8}{'KL':>11}")
         for name, other in others.items():
             models = [arguments.model, other]
-            figures: dict[str, list[tuple[float, float]]] = {"linear": [], "rotation_linear": []}
+            variants = list(VARIANTS)[: 3 if "stream" in others else 2]
+            figures: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
             for _ in range(arguments.runs):
                 for method, results in figures.items():
                     results.append(run(method, models, folder / method))

@@ -5,6 +5,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 import scramble
 import scramble_stream
@@ -129,10 +131,10 @@ def test_rounds_keep_the_best(tmp_path):
 def test_models_in_the_same_coordinates_stay_bit_identical(kind, tmp_path):
     pair = Pair(tmp_path)
     near = changed_copy(pair.reference, tmp_path / "near", lambda s: noisy(s, 0.02))
-    models = [pair.reference, near]
-    aligned = config("rotation_linear", models, parameters={"align_residual": kind})
+    both = [pair.reference, near]
+    aligned = config("rotation_linear", both, parameters={"align_residual": kind})
     first = weights(merged(aligned, tmp_path / "a"))
-    second = weights(merged(config("linear", models), tmp_path / "b"))
+    second = weights(merged(config("linear", both), tmp_path / "b"))
     assert list(first) == list(second)
     assert all(torch.equal(first[name], second[name]) for name in first)
 
@@ -218,9 +220,9 @@ def test_untrained_rows_of_the_embeddings(tmp_path):
     pair = Pair(tmp_path)
     source = changed_copy(pair.reference, tmp_path / "source", untrained)
     pair.scramble(source, tmp_path / "other")
-    models = [source, tmp_path / "other"]
+    both = [source, tmp_path / "other"]
     out = merged(
-        config("rotation_linear", models, parameters={"align_residual": "orthogonal"}),
+        config("rotation_linear", both, parameters={"align_residual": "orthogonal"}),
         tmp_path / "out",
     )
     assert pair.distance(out, source) < 1e-3
@@ -239,10 +241,8 @@ def test_a_frankenmerge_speaks_one_language(tmp_path):
     assert pair.distance(merged(entries, tmp_path / "out")) < 1e-3
 
 
-def test_tokens_are_matched_by_name_where_there_are_tokenizers(tmp_path):
-    from tokenizers import Tokenizer, models
-
-    pair = Pair(tmp_path)
+def with_tokenizers(pair):
+    """Reorder the twin's vocabulary and give both models tokenizers; return the other and order."""
     order = torch.randperm(tiny.VOCABULARY, generator=torch.Generator().manual_seed(1))
 
     def reordered(state):
@@ -250,11 +250,17 @@ def test_tokens_are_matched_by_name_where_there_are_tokenizers(tmp_path):
             state[name] = state[name][order].clone()
         return state
 
-    other = changed_copy(pair.twin, tmp_path / "other", reordered)
+    other = changed_copy(pair.twin, pair.folder / "other", reordered)
     for folder, ids in ((pair.reference, torch.arange(tiny.VOCABULARY)), (other, order)):
         vocabulary = {f"t{int(token)}": row for row, token in enumerate(ids)}
-        tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="t0"))
-        tokenizer.save(str(folder / "tokenizer.json"))
+        model = models.WordLevel(vocabulary, unk_token="t0")  # no password
+        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)).save_pretrained(folder)
+    return other, order
+
+
+def test_tokens_are_matched_by_name_where_there_are_tokenizers(tmp_path):
+    pair = Pair(tmp_path)
+    other, order = with_tokenizers(pair)
     lone = config(
         "rotation_align",
         [other],
@@ -264,6 +270,18 @@ def test_tokens_are_matched_by_name_where_there_are_tokenizers(tmp_path):
     out = weights(merged(lone, tmp_path / "out"))["model.embed_tokens.weight"]
     theirs = weights(pair.reference)["model.embed_tokens.weight"][order]
     assert (out - theirs).abs().max() < 1e-4
+
+
+def test_embeddings_are_moved_first_and_permuted_second(tmp_path):
+    pair = Pair(tmp_path)
+    other, _ = with_tokenizers(pair)
+    entries = config(
+        "rotation_linear",
+        [pair.reference, other],
+        parameters={"align_residual": "orthogonal"},
+        tokenizer={"source": str(pair.reference)},
+    )
+    assert pair.distance(merged(entries, tmp_path / "out")) < 1e-3
 
 
 # -- what is refused ----------------------------------------------------------------------------
@@ -280,9 +298,9 @@ def test_a_tensor_that_the_family_does_not_declare_is_refused(tmp_path):
     pair = Pair(tmp_path)
     state = weights(pair.twin) | {"model.layers.0.adapter.weight": torch.zeros(3, tiny.HIDDEN)}
     odd = changed_copy(pair.twin, tmp_path / "odd", lambda _: state)
-    models = [pair.reference, odd]
+    both = [pair.reference, odd]
     parameters = {"align_residual": "orthogonal"}
-    text = error(config("rotation_linear", models, parameters=parameters), tmp_path / "out")
+    text = error(config("rotation_linear", both, parameters=parameters), tmp_path / "out")
     assert "model.layers.0.adapter.weight" in text
 
 
@@ -312,8 +330,8 @@ def test_a_slice_with_its_own_base_model_is_refused(tmp_path):
 )
 def test_wrong_values_are_refused(parameters, message, tmp_path):
     pair = Pair(tmp_path)
-    models = [pair.reference, pair.twin]
-    text = error(config("rotation_linear", models, parameters=parameters), tmp_path / "out")
+    both = [pair.reference, pair.twin]
+    text = error(config("rotation_linear", both, parameters=parameters), tmp_path / "out")
     assert message in text
 
 
@@ -357,12 +375,12 @@ def test_a_transformation_of_other_weights_is_refused_unless_unchecked(tmp_path)
     merged(pair.config(align_save=file), tmp_path / "first")
     near = changed_copy(pair.twin, tmp_path / "near", lambda s: noisy(s, 0.01))
     parameters = {"align_load": file}
-    models = [pair.reference, near]
-    text = error(config("rotation_linear", models, parameters=parameters), tmp_path / "out")
+    both = [pair.reference, near]
+    text = error(config("rotation_linear", both, parameters=parameters), tmp_path / "out")
     assert "other weights" in text
     assert "align_load_unchecked: true" in text
     parameters["align_load_unchecked"] = True
-    out = merged(config("rotation_linear", models, parameters=parameters), tmp_path / "out")
+    out = merged(config("rotation_linear", both, parameters=parameters), tmp_path / "out")
     assert pair.distance(out) < 0.5
 
 
