@@ -3,8 +3,7 @@
 import os
 
 import torch
-from tokenizers import Tokenizer
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mergekit_rotation.graph.checkpoints import Checkpoint
 from mergekit_rotation.graph.context import Context
@@ -67,7 +66,7 @@ def _same_content(first: str, second: str) -> bool:
 def _vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
     file = _tokenizer_file(checkpoint)
     if file is not None:
-        return dict(Tokenizer.from_file(file).get_vocab())
+        return dict(PreTrainedTokenizerFast(tokenizer_file=file).get_vocab())
     folder = checkpoint.index.base_path
     if not any(os.path.exists(os.path.join(folder, name)) for name in _OTHER_FILES):
         return None
