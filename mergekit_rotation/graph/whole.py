@@ -15,7 +15,7 @@ from mergekit.config import ConfigReader, InputSliceDefinition
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 
 from mergekit_rotation.architecture import Block
-from mergekit_rotation.graph import parameters, saved
+from mergekit_rotation.graph import parameters, run, saved
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
@@ -180,6 +180,12 @@ class WholeModels:
                     "because the models' rows are only brought together afterwards; merge in two "
                     "steps"
                 )
+        try:
+            return self._finish(planned)
+        except Unsupported as problem:
+            raise RotationError(str(problem)) from problem
+
+    def _finish(self, planned: list[tuple[WeightInfo, Any]]) -> list[tuple[WeightInfo, Any]]:
         if self.settings.residual != "none":
             planned = self._add_heads(planned, None)
         solution = self._solve(self._templates(planned))
@@ -201,6 +207,11 @@ class WholeModels:
             for model, use in self.uses.items()
             if model != self.reference or use.solved_for != model
         )
+        for model, use in self.uses.items():
+            if use.solved_for != model:
+                check_same_layout(
+                    self.context.checkpoint(use.solved_for), self.context.checkpoint(model)
+                )
         wanted.pop(self.reference, None)  # type: ignore[call-overload]  # None if all are loaded
         if self.settings.load is not None:
             return self._loaded(self.settings.load, list(wanted), templates)
@@ -213,6 +224,9 @@ class WholeModels:
                 self._refuse_or_skip(model, problem)
                 continue
             result[model] = solver.solve()
+            if not self._meet(model):  # the layers were compared only to judge the map
+                outer = {key: n for key, n in result[model].norms.items() if key[1:] == OUTER}
+                result[model] = replace(result[model], blocks={}, norms=outer)
             fingerprints[model] = solver.fingerprints
         if self.settings.save is not None:
             reference = self.tensors(self._reference())
@@ -225,6 +239,8 @@ class WholeModels:
         """Read the transformations from a file, checked against the models."""
         entries, unchecked = saved.read(path), self.settings.unchecked
         chosen = {m: saved.choose(path, entries, self.tensors(m), unchecked) for m in models}
+        for model in models:
+            run.current().note(str(model), f"moved by the transformation in {path}")
         if self.reference is not None and not unchecked:
             for entry in chosen.values():
                 for (template, index), digest in entry.reference.items():
@@ -246,16 +262,8 @@ class WholeModels:
         self.context.warn_once(f"not aligned: {problem}")
 
     def _some(self) -> ModelTensors:
-        """Return the tensors of any model whose family is the merge's: the reference's if known.
-
-        Raises
-        ------
-        RotationError
-        """
-        try:
-            return self.tensors(self.reference or next(iter(self.uses)))
-        except Unsupported as problem:
-            raise RotationError(str(problem)) from problem
+        """Return the tensors of a model of the merge's family: the reference's if there is one."""
+        return self.tensors(self.reference or next(iter(self.uses)))
 
     def tensors(self, model: ModelReference) -> ModelTensors:
         """Return the (cached) tensors of a model."""
@@ -310,6 +318,13 @@ class WholeModels:
         """Return the templates of the planned tensors (of any layer)."""
         found = {self._locate(weight.name)[1] for weight, _ in planned}
         return frozenset(template for template in found if template is not None)
+
+    def _meet(self, model: ModelReference) -> bool:
+        """Tell whether any layer is aligned by the transformation solved for a model."""
+        subjects = [m for m, use in self.uses.items() if use.solved_for == model]
+        return any(
+            self._layer_pair(layer, s) is not None for layer in self.layers for s in subjects
+        )
 
     def _pairs(self, model: ModelReference) -> Iterator[LayerPair]:
         """Yield the layers of the reference and of another model that meet in the output.

@@ -365,6 +365,22 @@ def test_saved_transformations_are_applied_without_the_reference(kind, tmp_path)
     assert same(weights(lone), weights(alone))
 
 
+def test_a_frankenmerge_is_reproduced_from_its_file(tmp_path):
+    pair = Pair(tmp_path)
+    slices = [
+        {"sources": [{"model": str(pair.reference), "layer_range": [0, 1]}]},
+        {"sources": [{"model": str(pair.twin), "layer_range": [1, 2]}]},
+    ]
+    entries = {"merge_method": "rotation_passthrough", "slices": slices, "dtype": "float32"}
+    file = str(tmp_path / "t.safetensors")
+    entries["parameters"] = {"align_residual": "orthogonal", "align_save": file}
+    first = weights(merged(entries, tmp_path / "first"))
+    entries["parameters"] = {"align_load": file}
+    second = weights(merged(entries, tmp_path / "second"))
+    assert same(first, second)
+    assert pair.distance(tmp_path / "second") < 1e-3
+
+
 def same(first, second):
     return list(first) == list(second) and all(torch.equal(first[n], second[n]) for n in first)
 
@@ -459,6 +475,49 @@ def test_task_vectors_are_carried_between_coordinates(case, tmp_path):
     entries["models"][0]["parameters"]["align_task_base"] = str(pair.twin)
     still, reference = weights(merged(entries, tmp_path / "still")), weights(pair.reference)
     assert all(torch.equal(still[name], reference[name]) for name in reference)
+
+
+@pytest.mark.parametrize("method", ["ties", "dare_ties", "della", "breadcrumbs"])
+def test_several_task_vectors_meet_in_every_method(method, tmp_path):
+    pair = Pair(tmp_path)
+    changed_copy(pair.reference, tmp_path / "tuned", finetuned)
+    pair.scramble(tmp_path / "tuned", tmp_path / "tuned-twin")
+
+    def entries(prefix, *models):
+        listed = []
+        for model, base in models:
+            own = {"weight": 1.0, "density": 1.0}
+            if base is not None:
+                own["align_task_base"] = str(base)
+            listed.append({"model": str(model), "parameters": own})
+        return {
+            "merge_method": prefix + method,
+            "base_model": str(pair.reference),
+            "models": listed,
+            "dtype": "float32",
+        }
+
+    carried = entries("rotation_", (tmp_path / "tuned-twin", pair.twin), (pair.twin, pair.twin))
+    carried["parameters"] = {"align_residual": "orthogonal"}
+    out = merged(carried, tmp_path / "out", "--random-seed", "1")
+    expected = entries("", (tmp_path / "tuned", None))
+    wanted = merged(expected, tmp_path / "wanted", "--random-seed", "1")
+    assert pair.distance(out) > 0.1
+    if method in ("ties", "dare_ties"):  # the others drop entries at random or by rank
+        assert pair.distance(out, wanted) < 1e-3
+
+
+def test_a_model_of_another_family_is_refused_or_skipped(tmp_path):
+    pair = Pair(tmp_path)
+    wide = tmp_path / "wide"
+    tiny.save(tiny.build("llama", num_attention_heads=8, num_key_value_heads=4, head_dim=8), wide)
+    entries = config(
+        "rotation_linear",
+        [pair.reference, wide],
+        parameters={"align_residual": "orthogonal"},
+    )
+    text = error(entries, tmp_path / "out")
+    assert "num_attention_heads is 8, but 4" in text
 
 
 def test_task_vectors_refuse_a_tokenizer(tmp_path):
