@@ -34,6 +34,7 @@ from mergekit_rotation.symmetry import (
     cross_gram,
     full_precision,
     into_stream,
+    out_of_stream,
     solve_permutation,
     solve_rotation,
     target_norm,
@@ -158,10 +159,16 @@ class ModelSolver:
             dim = self._dim(template)
             if dim is None or self._is_norm(template):
                 continue
-            for reference, other in self._chunks(template):
-                x = into_stream(reference, [template], self.layout, None)[template]
-                y = into_stream(other, [template], self.layout, None)[template]
+            for x, y in self._outer_sides(template, None):
                 yield x, y, dim, 1.0
+
+    def _outer_sides(
+        self, template: str, stream: StreamMap | None
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Yield pieces of a tensor outside of the layers in both models, norms folded."""
+        for reference, other in self._chunks(template):
+            x = into_stream(reference, [template], self.layout, None)[template]
+            yield x, into_stream(other, [template], self.layout, stream)[template]
 
     def _next_map(self, last: Candidate) -> StreamMap:
         """Solve for the map from all tensors, each of unit norm, heads and neurons aligned.
@@ -178,16 +185,11 @@ class ModelSolver:
             dim = self._dim(template)
             if dim is None:
                 continue
-            chunks = [
-                (
-                    into_stream(reference, [template], self.layout, None)[template],
-                    into_stream(other, [template], self.layout, last.stream)[template],
-                )
-                for reference, other in self._chunks(template)
-            ]
-            norms = [sum(float(c[k].square().sum()) for c in chunks) ** 0.5 for k in (0, 1)]
-            for x, y in chunks:
-                yield x, y, dim, _unit(*norms) * share
+            square = [0.0, 0.0]
+            for x, y in self._outer_sides(template, last.stream):
+                square = [square[0] + float(x.square().sum()), square[1] + float(y.square().sum())]
+            for x, y in self._outer_sides(template, last.stream):
+                yield x, y, dim, _unit(square[0] ** 0.5, square[1] ** 0.5) * share
         for pair in self.pairs:
             for names, spec in self._groups(pair):
                 reference, other = self._tensors(pair, names)
@@ -220,7 +222,9 @@ class ModelSolver:
             for reference, other in self._chunks(template):
                 for candidate in candidates:
                     targets = self._targets(candidate, [template], OUTER, reference, other)
-                    moved = self._moved(candidate, [template], other, (), None, targets)
+                    moved = moved_tensors(
+                        other, [template], self.layout, candidate.stream, None, (), targets
+                    )
                     fixed = reference[template]
                     square = squares[id(candidate)]
                     square[0] += float((fixed - moved[template]).square().sum())
@@ -241,23 +245,14 @@ class ModelSolver:
     ) -> None:
         start = time.perf_counter()
         here = [name for name in names if name in reference and name in other]
-        layers = (pair.reference, pair.other)
-        targets = self._targets(candidate, here, layers, reference, other)
-        transformation: Transformation = ()
-        if spec is not None and not (
-            candidate.stream is None and all(torch.equal(reference[n], other[n]) for n in here)
-        ):
-            assert self.stored is not None
-            where = f"{self.other.model}: {spec.kind} of {pair.label}"
-            if candidate.stream is None:
-                x, y = reference, other
-            else:
-                x = into_stream(reference, here, self.layout, None)
-                y = into_stream(other, here, self.layout, candidate.stream)
-            transformation = spec.solve(x, y, self.stored, where)
-        before = after = scale = 0.0
+        targets = self._targets(candidate, here, (pair.reference, pair.other), reference, other)
+        inside = other
+        if candidate.stream is not None:
+            needed = [name for name in self.layout.needed(here) if name in other]
+            inside = into_stream(other, needed, self.layout, candidate.stream)
+        transformation = self._solve_block(candidate, pair, here, spec, reference, inside)
         for attempt in (transformation, ()):
-            moved = self._moved(candidate, here, other, attempt, spec, targets)
+            moved = self._moved(candidate, here, other, inside, attempt, spec, targets)
             squares = [
                 (
                     float((reference[n] - other[n]).square().sum()),
@@ -267,8 +262,8 @@ class ModelSolver:
                 for n in here
             ]
             before, after, scale = (sum(column) for column in zip(*squares, strict=True))
+            transformation = attempt
             if candidate.stream is not None or after <= before:
-                transformation = attempt
                 break
         if self.residual != "none":
             for name, (_, distance, square) in zip(here, squares, strict=True):
@@ -290,19 +285,46 @@ class ModelSolver:
                 )
             )
 
+    def _solve_block(
+        self,
+        candidate: Candidate,
+        pair: LayerPair,
+        names: Sequence[str],
+        spec: BlockSpec | None,
+        reference: Tensors,
+        inside: Tensors,
+    ) -> Transformation:
+        """Align the heads or neurons of a block whose other side is in the stream's coordinates."""
+        if spec is None:
+            return ()
+        if candidate.stream is None:
+            if all(torch.equal(reference[name], inside[name]) for name in names):
+                return ()
+        else:
+            reference = into_stream(reference, names, self.layout, None)
+        assert self.stored is not None
+        where = f"{self.other.model}: {spec.kind} of {pair.label}"
+        return spec.solve(reference, inside, self.stored, where)
+
     def _moved(
         self,
         candidate: Candidate,
         names: Sequence[str],
         other: Tensors,
+        inside: Tensors,
         transformation: Transformation,
         spec: BlockSpec | None,
         targets: Mapping[str, Norm],
     ) -> Tensors:
         """Return tensors of the other model under a candidate, in the reference's norms."""
-        return moved_tensors(
-            other, names, self.layout, candidate.stream, spec, transformation, targets
-        )
+        legs = {name for name, _ in spec.patterns} if spec is not None else set()
+        moved = {
+            n: spec.move(transformation, n, x) if spec is not None and n in legs else x
+            for n, x in inside.items()
+        }
+        if candidate.stream is None:
+            return moved
+        return out_of_stream(moved, other, names, self.layout, candidate.stream, targets)
 
     def _targets(
         self,
