@@ -205,3 +205,28 @@ def test_loading_casts_before_anyone_can_look_so_dtypes_come_from_headers(tmp_pa
     save_file({"x": torch.ones(2, dtype=torch.uint8)}, tmp_path / "model.safetensors")
     load = LoadTensor(model=ModelReference.parse(str(tmp_path)), tensor="x", dtype="bfloat16")
     assert load.execute().dtype == torch.bfloat16
+
+
+def test_a_head_of_its_own_can_be_planned():
+    expected = ["self", "weight", "weights_in", "models", "cfg_reader"]
+    assert list(inspect.signature(MergePlanner.plan_tensor).parameters) == expected
+    source = inspect.getsource(MergePlanner.plan_tensor)
+    assert "if weight.optional:" in source  # a required weight is planned without looking at files
+    assert "self._tensors.append((weight, tensor_task))" in source
+
+
+def test_the_planner_holds_the_configuration_that_is_saved():
+    source = inspect.getsource(mergekit.merge.run_merge.__wrapped__)
+    assert "out_model_config=cfg_out" in source
+    assert "cfg_out.save_pretrained(out_path)" in source
+
+
+def test_the_planner_knows_whether_the_vocabulary_is_rewritten():
+    assert MergePlanner._tokenizer_task is None
+    assert "self._tokenizer_task = BuildTokenizer(" in inspect.getsource(MergePlanner.__init__)
+
+
+def test_parameter_sources_is_a_generator_that_is_read_once():
+    from mergekit.config import ConfigReader
+
+    assert inspect.isgeneratorfunction(ConfigReader.parameter_sources)
