@@ -1,7 +1,7 @@
 """Applying a solved transformation to tensors as they stream by."""
 
 import hashlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -28,7 +28,7 @@ from mergekit_rotation.symmetry import (
 
 Tensors = Mapping[str, torch.Tensor]
 #: rows of an embedding that are held in the working dtype at a time
-ROWS = 1 << 14
+ROWS = 1 << 12
 _SAMPLE = 1024
 
 
@@ -111,21 +111,24 @@ class Move:
             return x
         work = working_dtype(x.dtype, dtype)
         extras = {n: t.to(work) for n, t in tensors.items() if n != self.name}
-        parts = [self._apply({**extras, self.name: part}, work).to(dtype) for part in self._rows(x)]
-        return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if not self._splits(x):
+            return self._apply({**extras, self.name: x}, work).to(dtype)
+        result = torch.empty(x.shape, dtype=dtype, device=x.device)
+        for part, target in zip(x.split(ROWS), result.split(ROWS), strict=True):
+            target.copy_(self._apply({**extras, self.name: part}, work))
+        return result
 
     def _apply(self, tensors: Tensors, work: torch.dtype) -> torch.Tensor:
         raised = {name: x.to(work) for name, x in tensors.items()}
         arguments = (self.layout, self.stream, self.spec, self.transformation, self.targets)
         return moved_tensors(raised, [self.name], *arguments)[self.name]
 
-    def _rows(self, x: torch.Tensor) -> Iterator[torch.Tensor]:
+    def _splits(self, x: torch.Tensor) -> bool:
+        """Tell whether the rows of a tensor can be moved one by one."""
         pattern = self.layout.patterns.get(self.name)
-        whole = pattern is None or self.spec is not None or x.dim() < 2
-        if whole or any(pattern.dim_of(axis) == 0 for axis in STREAM_AXES):  # type: ignore[union-attr]  # not None
-            yield x
-        else:
-            yield from x.split(ROWS)
+        if pattern is None or self.spec is not None or len(x) <= ROWS:
+            return False
+        return not any(pattern.dim_of(axis) == 0 for axis in STREAM_AXES)
 
 
 class MoveTensor(Task[torch.Tensor | None]):

@@ -5,7 +5,7 @@ and for transformations that are saved or applied to other models.
 """
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -14,7 +14,7 @@ from transformers.utils.logging import tqdm
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.moving import ROWS, fingerprint, moved_tensors
+from mergekit_rotation.graph.moving import ROWS, fingerprint
 from mergekit_rotation.graph.reading import LAYER, ModelTensors
 from mergekit_rotation.graph.tasks import check_shape
 from mergekit_rotation.graph.vocabulary import Rows, matching_rows
@@ -34,7 +34,6 @@ from mergekit_rotation.symmetry import (
     cross_gram,
     full_precision,
     into_stream,
-    out_of_stream,
     solve_permutation,
     solve_rotation,
     target_norm,
@@ -45,6 +44,8 @@ Tensors = dict[str, torch.Tensor]
 Fingerprints = dict[tuple[str, int | None], str]
 #: stands for the layers of a norm that belongs to none
 OUTER = (-1, -1)
+#: ratio of summed squared distances beyond which one map is not compared on all layers
+DECISIVE = 1.25
 Legs = Iterator[tuple[torch.Tensor, torch.Tensor, int, float]]
 
 
@@ -66,11 +67,24 @@ class Candidate:
     blocks: dict[tuple[str, int, int], Transformation] = field(default_factory=dict)
     norms: dict[tuple[str, int, int], Norm] = field(default_factory=dict)
     records: list[run.Record] = field(default_factory=list)
-    #: sum over tensors of the squared relative distance to the reference
-    distance: float = 0.0
-    tensors: int = 0
     entries: int = 0
-    gram: list[tuple[torch.Tensor, torch.Tensor, int, float]] = field(default_factory=list)
+    #: squared distance to the reference, and squared norm of it, by tensor
+    squares: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+
+    def add(self, name: str, layer: str, distance: float, scale: float) -> None:
+        """Add a tensor, or some rows of it."""
+        before = self.squares.get((name, layer), (0.0, 0.0))
+        self.squares[name, layer] = (before[0] + distance, before[1] + scale)
+
+    @property
+    def distance(self) -> float:
+        """Sum over tensors of the squared relative distance to the reference."""
+        return sum(distance / scale for distance, scale in self.squares.values() if scale > 0)
+
+    @property
+    def tensors(self) -> int:
+        """How many tensors were compared."""
+        return len(self.squares)
 
     def relative(self) -> float:
         """Root mean square over all tensors of the relative distance to the reference."""
@@ -126,15 +140,17 @@ class ModelSolver:
         """
         with torch.no_grad(), full_precision():
             candidates = [Candidate(None)]
-            if self.residual != "none":
+            if self.residual != "none" and not self._same_outside():
                 candidates.append(Candidate(self._first_map()))
-            self._measure(candidates)
-            for _ in range(self.rounds - 1 if self.residual != "none" else 0):
-                last = candidates[-1]
+            left = self._measure(candidates)
+            for _ in range(self.rounds - 1):
+                last = left[-1]
+                if last.stream is None:
+                    break
                 following = Candidate(self._next_map(last))
-                self._measure([following])
+                left += self._measure([following])
                 candidates.append(following)
-        best = self._best(candidates)
+        best = self._best(left)
         self._report(candidates, best)
         return ModelTransformation(best.stream, best.norms, best.blocks)
 
@@ -207,32 +223,59 @@ class ModelSolver:
 
     # -- measuring candidates -------------------------------------------------------------------
 
-    def _measure(self, candidates: Sequence[Candidate]) -> None:
-        """Align heads and neurons under each map, and add up the distances of all tensors."""
+    def _same_outside(self) -> bool:
+        """Tell whether embeddings, head and all norms are equal.
+
+        Then the best map is the identity, because it solves M = E^T E + ... .
+        """
+        norms = [n for n in self.layout.patterns if self._is_norm(n)]
+        layers = [(n, p.reference, p.other) for p in self.pairs for n in norms if LAYER in n]
+        outer = [(template, None, None) for template in self._outer_templates()]
+        for name, a, b in [*layers, *outer]:
+            x, y = self._raw(self.reference, name, a), self._raw(self.other, name, b)
+            if x is not None and (y is None or x.dtype != y.dtype or not torch.equal(x, y)):
+                return False
+        return True
+
+    def _measure(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Align heads and neurons under each map, and add up the distances of all tensors.
+
+        A candidate that is decisively farther away on the outer tensors and a quarter of the
+        layers is not followed any further.
+
+        Returns
+        -------
+        list of Candidate
+            Those that were measured on all tensors.
+        """
+        left = list(candidates)
+        if self.residual != "none":
+            for template in self._outer_templates():
+                self._measure_outer(left, template)
+        some, rest = self.pairs[::4], [p for k, p in enumerate(self.pairs) if k % 4]
         quiet = self.other.context.planner.options.quiet
-        for pair in tqdm(self.pairs, desc=f"Aligning {self.other.model}", disable=quiet):
+        for position, pair in enumerate(
+            tqdm([*some, *rest], desc=f"Aligning {self.other.model}", disable=quiet)
+        ):
+            if position == len(some):
+                least = min(candidate.distance for candidate in left)
+                left = [c for c in left if c.distance <= DECISIVE * least]
             for names, spec in self._groups(pair):
                 reference, other = self._tensors(pair, names)
-                for candidate in candidates:
+                for candidate in left:
                     self._measure_group(candidate, pair, names, spec, reference, other)
-        if self.residual == "none":
-            return
-        for template in self._outer_templates():
-            squares = {id(candidate): [0.0, 0.0] for candidate in candidates}
-            for reference, other in self._chunks(template):
-                for candidate in candidates:
-                    targets = self._targets(candidate, [template], OUTER, reference, other)
-                    moved = moved_tensors(
-                        other, [template], self.layout, candidate.stream, None, (), targets
-                    )
-                    fixed = reference[template]
-                    square = squares[id(candidate)]
-                    square[0] += float((fixed - moved[template]).square().sum())
-                    square[1] += float(fixed.square().sum())
-                    candidate.entries += fixed.numel()
+        return left
+
+    def _measure_outer(self, candidates: Sequence[Candidate], template: str) -> None:
+        """Add the distance of a tensor outside of the layers."""
+        for reference, other in self._chunks(template):
             for candidate in candidates:
-                distance, scale = squares[id(candidate)]
-                _add(candidate, distance, scale)
+                self._set_norms(candidate, [template], OUTER, reference, other)
+                moved = other
+                if candidate.stream is not None:
+                    inside = into_stream(other, [template], self.layout, candidate.stream)
+                    moved = {**other, **inside}
+                self._add(candidate, [template], "", reference, moved)
 
     def _measure_group(
         self,
@@ -245,30 +288,25 @@ class ModelSolver:
     ) -> None:
         start = time.perf_counter()
         here = [name for name in names if name in reference and name in other]
-        targets = self._targets(candidate, here, (pair.reference, pair.other), reference, other)
+        self._set_norms(candidate, here, (pair.reference, pair.other), reference, other)
         inside = other
         if candidate.stream is not None:
             needed = [name for name in self.layout.needed(here) if name in other]
             inside = into_stream(other, needed, self.layout, candidate.stream)
         transformation = self._solve_block(candidate, pair, here, spec, reference, inside)
+        fixed, still = reference, other
+        if candidate.stream is not None:
+            fixed, still = (into_stream(x, here, self.layout, None) for x in (reference, other))
         for attempt in (transformation, ()):
-            moved = self._moved(candidate, here, other, inside, attempt, spec, targets)
-            squares = [
-                (
-                    float((reference[n] - other[n]).square().sum()),
-                    float((reference[n] - moved[n]).square().sum()),
-                    float(reference[n].square().sum()),
-                )
-                for n in here
-            ]
-            before, after, scale = (sum(column) for column in zip(*squares, strict=True))
+            moved = self._moved(inside, attempt, spec)
+            squares = [_squares(fixed[n], still[n], moved[n]) for n in here if n in fixed]
+            columns = zip(*squares, strict=True) if squares else ((), (), ())
+            before, after, scale = (sum(column) for column in columns)
             transformation = attempt
             if candidate.stream is not None or after <= before:
                 break
         if self.residual != "none":
-            for name, (_, distance, square) in zip(here, squares, strict=True):
-                candidate.entries += reference[name].numel()
-                _add(candidate, distance, square)
+            self._add(candidate, here, pair.label, reference, {**other, **moved})
         if spec is not None:
             candidate.blocks[spec.kind, pair.reference, pair.other] = transformation
             candidate.records.append(
@@ -306,37 +344,56 @@ class ModelSolver:
         where = f"{self.other.model}: {spec.kind} of {pair.label}"
         return spec.solve(reference, inside, self.stored, where)
 
-    def _moved(
-        self,
-        candidate: Candidate,
-        names: Sequence[str],
-        other: Tensors,
-        inside: Tensors,
-        transformation: Transformation,
-        spec: BlockSpec | None,
-        targets: Mapping[str, Norm],
-    ) -> Tensors:
-        """Return tensors of the other model under a candidate, in the reference's norms."""
+    @staticmethod
+    def _moved(inside: Tensors, transformation: Transformation, spec: BlockSpec | None) -> Tensors:
+        """Return tensors with heads or neurons moved."""
         legs = {name for name, _ in spec.patterns} if spec is not None else set()
-        moved = {
+        return {
             n: spec.move(transformation, n, x) if spec is not None and n in legs else x
             for n, x in inside.items()
         }
-        if candidate.stream is None:
-            return moved
-        return out_of_stream(moved, other, names, self.layout, candidate.stream, targets)
 
-    def _targets(
+    def _add(
+        self,
+        candidate: Candidate,
+        names: Sequence[str],
+        layer: str,
+        reference: Tensors,
+        moved: Tensors,
+    ) -> None:
+        """Add the squared relative distances of a group to a candidate.
+
+        Distances are taken where the function sees them, with every norm folded into its
+        readers. The norms themselves count beside: without a map they are averaged as they are,
+        with one the moved model has the reference's.
+        """
+        fixed = into_stream(reference, names, self.layout, None)
+        images = moved
+        if candidate.stream is None:
+            images = into_stream(moved, names, self.layout, None)
+        for name in names:
+            x, image = fixed.get(name), images.get(name)
+            if x is None:
+                x = reference[name]
+                image = moved[name] if candidate.stream is None else x
+                if name in self.layout.readers:
+                    x, image = x + self.layout.offset, image + self.layout.offset
+            assert image is not None
+            candidate.entries += x.numel()
+            distance = float((x - image).square().sum())
+            candidate.add(name, layer, distance, float(x.square().sum()))
+
+    def _set_norms(
         self,
         candidate: Candidate,
         names: Sequence[str],
         layers: tuple[int, int],
         reference: Tensors,
         other: Tensors,
-    ) -> dict[str, Norm]:
-        """Return the norms that the moved tensors get, and keep them."""
+    ) -> None:
+        """Keep the norms that the moved tensors will get."""
         if candidate.stream is None:
-            return {}
+            return
         for norm in {self.layout.norm_of(name) for name in names} - {None}:
             assert norm is not None
             if (norm, *layers) not in candidate.norms:
@@ -345,7 +402,6 @@ class ModelSolver:
                 target = target_norm(own, theirs, candidate.stream)
                 bias = None if target.bias is None else target.bias.cpu()
                 candidate.norms[(norm, *layers)] = Norm(target.weight.cpu(), bias)
-        return {norm: t for (norm, a, b), t in candidate.norms.items() if (a, b) == layers}
 
     def _best(self, candidates: Sequence[Candidate]) -> Candidate:
         """Return the closest candidate; a map has to gain more than chance and rounding do."""
@@ -374,6 +430,9 @@ class ModelSolver:
         if self.residual == "none":
             return
         plain = candidates[0].relative()
+        if len(candidates) == 1:
+            this.note(str(self.other.model), "residual stream equal to the reference's")
+            return
         tried = min(c.relative() for c in candidates[1:])
         if best.stream is None:
             text = (
@@ -511,10 +570,12 @@ class ModelSolver:
 _ARTICLE = {"permutation": "a permutation", "orthogonal": "an orthogonal"}
 
 
-def _add(candidate: Candidate, distance: float, scale: float) -> None:
-    if scale > 0:
-        candidate.distance += distance / scale
-        candidate.tensors += 1
+def _squares(
+    reference: torch.Tensor, other: torch.Tensor, moved: torch.Tensor
+) -> tuple[float, float, float]:
+    """Squared distances before and after, and the square of the reference."""
+    before, after = ((reference - x).square().sum() for x in (other, moved))
+    return float(before), float(after), float(reference.square().sum())
 
 
 def _unit(first: float, second: float) -> float:
