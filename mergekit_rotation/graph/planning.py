@@ -19,6 +19,7 @@ from mergekit_rotation.graph import methods, parameters
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.layer import Entry, LayerPlan, rewrap, unwrap
+from mergekit_rotation.graph.output import Output
 from mergekit_rotation.graph.tasks import GatherChecked
 from mergekit_rotation.graph.whole import WholeModels
 
@@ -66,7 +67,8 @@ class Alignment:
             if model is not None:
                 self.context.checkpoint(model).check_not_quantised()
         if self.settings.used() or parameters.named_models(config):
-            self.whole = WholeModels(self.context, self.settings, self._one_reference())
+            output = Output(self.context, self._one_reference())
+            self.whole = WholeModels(output, self.settings)
 
     def align_layer(
         self,
@@ -97,7 +99,7 @@ class Alignment:
             If a model does not fit the reference and ``align_unsupported`` is ``error``.
         """
         if self.whole is not None:
-            self.whole.add_layer(entries, sources, layer_offset, index, reader, module_name)
+            self.whole.output.add_layer(entries, sources, layer_offset, index, reader, module_name)
             return list(entries)
         models = [source.model for source in sources]
         reference = self._reference(models, reader)

@@ -6,7 +6,7 @@ and for transformations that are saved or applied to other models.
 
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 from transformers.utils.logging import tqdm
@@ -14,21 +14,18 @@ from transformers.utils.logging import tqdm
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.moving import ROWS, fingerprint
-from mergekit_rotation.graph.reading import LAYER, ModelTensors
-from mergekit_rotation.graph.tasks import check_shape
-from mergekit_rotation.graph.vocabulary import Rows, matching_rows
+from mergekit_rotation.graph.moving import ROWS
+from mergekit_rotation.graph.reading import ModelTensors
+from mergekit_rotation.graph.sides import LayerPair, Sides
 from mergekit_rotation.symmetry import (
     ModelTransformation,
     Norm,
     Orthogonal,
     OrthogonalFixingOnes,
     OrthogonalMap,
-    StreamLayout,
     StreamMap,
     SymmetryError,
     Transformation,
-    bias_of,
     chance_share,
     composed,
     cross_gram,
@@ -37,7 +34,6 @@ from mergekit_rotation.symmetry import (
     solve_permutation,
     solve_rotation,
     target_norm,
-    working_dtype,
 )
 
 Tensors = dict[str, torch.Tensor]
@@ -47,16 +43,6 @@ OUTER = (-1, -1)
 #: ratio of summed squared distances beyond which one map is not compared on all layers
 DECISIVE = 1.25
 Legs = Iterator[tuple[torch.Tensor, torch.Tensor, int, float]]
-
-
-@dataclass(frozen=True)
-class LayerPair:
-    """A layer of the reference, the layer of the other model that it is paired with, and blocks."""
-
-    reference: int
-    other: int
-    blocks: tuple[BlockSpec, ...]
-    label: str
 
 
 @dataclass
@@ -118,18 +104,12 @@ class ModelSolver:
         stored: torch.dtype | None,
         device: str,
     ):
-        self.reference, self.other = reference, other
+        self.other = other
         self.pairs = pairs
-        self.planned = planned
         self.residual, self.rounds = residual, rounds
-        self.stored = stored
         self.device = torch.device(device)
-        self.stream = reference.stream
-        self.layout = layout_for(reference, planned)
-        self.sizes = reference.layer.sizes
-        self._rows: Rows | None = None
-        #: digests of all tensors that were read, of the other model and of the reference
-        self.fingerprints: tuple[Fingerprints, Fingerprints] = ({}, {})
+        self.sides = Sides(reference, other, planned, residual != "none", stored, self.device)
+        self.layout, self.sizes = self.sides.layout, self.sides.sizes
 
     def solve(self) -> ModelTransformation:
         """Return the best transformation, and report what was done to the current run.
@@ -140,7 +120,7 @@ class ModelSolver:
         """
         with torch.no_grad(), full_precision():
             candidates = [Candidate(None)]
-            if self.residual != "none" and not self._same_outside():
+            if self.residual != "none" and not self.sides.same_outside(self.pairs):
                 candidates.append(Candidate(self._first_map()))
             left = self._measure(candidates)
             for _ in range(self.rounds - 1):
@@ -171,20 +151,12 @@ class ModelSolver:
 
     def _outer_legs(self) -> Legs:
         """Yield what stands outside of the layers, norms folded, a few rows at a time."""
-        for template in self._outer_templates():
-            dim = self._dim(template)
-            if dim is None or self._is_norm(template):
+        for template in self.sides.outer_templates():
+            dim = self.sides.dim(template)
+            if dim is None or self.sides.is_norm(template):
                 continue
-            for x, y in self._outer_sides(template, None):
+            for x, y in self.sides.outer_sides(template, None):
                 yield x, y, dim, 1.0
-
-    def _outer_sides(
-        self, template: str, stream: StreamMap | None
-    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-        """Yield pieces of a tensor outside of the layers in both models, norms folded."""
-        for reference, other in self._chunks(template):
-            x = into_stream(reference, [template], self.layout, None)[template]
-            yield x, into_stream(other, [template], self.layout, stream)[template]
 
     def _next_map(self, last: Candidate) -> StreamMap:
         """Solve for the map from all tensors, each of unit norm, heads and neurons aligned.
@@ -195,25 +167,25 @@ class ModelSolver:
         return correction if last.stream is None else composed(last.stream, correction)
 
     def _all_legs(self, last: Candidate) -> Legs:
-        outer = [t for t in self._outer_templates() if not self._is_norm(t)]
+        outer = [t for t in self.sides.outer_templates() if not self.sides.is_norm(t)]
         share = max(1, len(self.pairs)) * 7.0 / max(1, len(outer))
         for template in outer:
-            dim = self._dim(template)
+            dim = self.sides.dim(template)
             if dim is None:
                 continue
             square = [0.0, 0.0]
-            for x, y in self._outer_sides(template, last.stream):
+            for x, y in self.sides.outer_sides(template, last.stream):
                 square = [square[0] + float(x.square().sum()), square[1] + float(y.square().sum())]
-            for x, y in self._outer_sides(template, last.stream):
+            for x, y in self.sides.outer_sides(template, last.stream):
                 yield x, y, dim, _unit(square[0] ** 0.5, square[1] ** 0.5) * share
         for pair in self.pairs:
-            for names, spec in self._groups(pair):
-                reference, other = self._tensors(pair, names)
+            for names, spec in self.sides.groups(pair):
+                reference, other = self.sides.tensors(pair, names)
                 left = into_stream(reference, names, self.layout, None)
                 right = into_stream(other, names, self.layout, last.stream)
                 key = (spec.kind if spec else "", pair.reference, pair.other)
                 for name in names:
-                    dim = self._dim(name)
+                    dim = self.sides.dim(name)
                     if dim is None or name not in left or name not in right:
                         continue
                     x, y = left[name], right[name]
@@ -222,20 +194,6 @@ class ModelSolver:
                     yield x, y, dim, _unit(float(x.norm()), float(y.norm()))
 
     # -- measuring candidates -------------------------------------------------------------------
-
-    def _same_outside(self) -> bool:
-        """Tell whether embeddings, head and all norms are equal.
-
-        Then the best map is the identity, because it solves M = E^T E + ... .
-        """
-        norms = [n for n in self.layout.patterns if self._is_norm(n)]
-        layers = [(n, p.reference, p.other) for p in self.pairs for n in norms if LAYER in n]
-        outer = [(template, None, None) for template in self._outer_templates()]
-        for name, a, b in [*layers, *outer]:
-            x, y = self._raw(self.reference, name, a), self._raw(self.other, name, b)
-            if x is not None and (y is None or x.dtype != y.dtype or not torch.equal(x, y)):
-                return False
-        return True
 
     def _measure(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Align heads and neurons under each map, and add up the distances of all tensors.
@@ -250,7 +208,7 @@ class ModelSolver:
         """
         left = list(candidates)
         if self.residual != "none":
-            for template in self._outer_templates():
+            for template in self.sides.outer_templates():
                 self._measure_outer(left, template)
         some, rest = self.pairs[::4], [p for k, p in enumerate(self.pairs) if k % 4]
         quiet = self.other.context.planner.options.quiet
@@ -260,15 +218,15 @@ class ModelSolver:
             if position == len(some):
                 least = min(candidate.distance for candidate in left)
                 left = [c for c in left if c.distance <= DECISIVE * least]
-            for names, spec in self._groups(pair):
-                reference, other = self._tensors(pair, names)
+            for names, spec in self.sides.groups(pair):
+                reference, other = self.sides.tensors(pair, names)
                 for candidate in left:
                     self._measure_group(candidate, pair, names, spec, reference, other)
         return left
 
     def _measure_outer(self, candidates: Sequence[Candidate], template: str) -> None:
         """Add the distance of a tensor outside of the layers."""
-        for reference, other in self._chunks(template):
+        for reference, other in self.sides.chunks(template):
             for candidate in candidates:
                 self._set_norms(candidate, [template], OUTER, reference, other)
                 moved = other
@@ -312,7 +270,7 @@ class ModelSolver:
             candidate.records.append(
                 run.Record(
                     model=str(self.other.model),
-                    reference=str(self.reference.model),
+                    reference=str(self.sides.reference.model),
                     block=spec.kind,
                     layer=pair.label,
                     moved=run.moved_axes(transformation),
@@ -340,9 +298,9 @@ class ModelSolver:
                 return ()
         else:
             reference = into_stream(reference, names, self.layout, None)
-        assert self.stored is not None
+        assert self.sides.stored is not None
         where = f"{self.other.model}: {spec.kind} of {pair.label}"
-        return spec.solve(reference, inside, self.stored, where)
+        return spec.solve(reference, inside, self.sides.stored, where)
 
     @staticmethod
     def _moved(inside: Tensors, transformation: Transformation, spec: BlockSpec | None) -> Tensors:
@@ -398,7 +356,7 @@ class ModelSolver:
             assert norm is not None
             if (norm, *layers) not in candidate.norms:
                 own = self.layout.norm(norm, other)
-                theirs = self.layout.norm(norm, reference) if self._foldable(norm) else None
+                theirs = self.layout.norm(norm, reference) if self.sides.foldable(norm) else None
                 target = target_norm(own, theirs, candidate.stream)
                 bias = None if target.bias is None else target.bias.cpu()
                 candidate.norms[(norm, *layers)] = Norm(target.weight.cpu(), bias)
@@ -416,7 +374,7 @@ class ModelSolver:
                 if isinstance(candidate.stream, OrthogonalMap):
                     group = OrthogonalFixingOnes if self.layout.layer_norm else Orthogonal
                     freedom += group(size).freedom
-                    rounding = torch.finfo(self.stored or torch.float32).eps ** 2 / 12
+                    rounding = torch.finfo(self.sides.stored or torch.float32).eps ** 2 / 12
                 share = chance_share(freedom, candidate.entries)
                 margin = share * best.distance + rounding * candidate.tensors
             if candidate.distance < best.distance - margin:
@@ -447,125 +405,6 @@ class ModelSolver:
             )
         this.note(str(self.other.model), text)
 
-    # -- tensors --------------------------------------------------------------------------------
-
-    def _dim(self, template: str) -> int | None:
-        """Return the dimension along which a tensor takes the whole map of the stream, if any."""
-        pattern = self.layout.patterns.get(template)
-        return None if pattern is None or not pattern.signed("e") else pattern.dim_of("e")
-
-    def _is_norm(self, template: str) -> bool:
-        norm = self.layout.norm_of(template)
-        return norm is not None and template in (norm, bias_of(norm))
-
-    def _foldable(self, norm: str) -> bool:
-        """Tell whether a norm's readers are tensors of their own (no tied head)."""
-        return any(reader in self.planned for reader in self.layout.readers[norm])
-
-    def _outer_templates(self) -> list[str]:
-        """Templates of the stream outside of the layers that both models have."""
-        heads = [head for head in self.stream.tied if self._reads_its_own_norm(head)]
-        return [
-            template
-            for template in outer_templates(self.reference)
-            if (template not in self.stream.tied or template in heads)
-            and self.reference.has(template, None)
-            and self.other.has(template, None)
-        ]
-
-    def _reads_its_own_norm(self, head: str) -> bool:
-        norm = self.layout.norm_of(head)
-        others = [] if norm is None else [r for r in self.layout.readers[norm] if r != head]
-        return head in self.planned or not any(reader in self.planned for reader in others)
-
-    def _groups(self, pair: LayerPair) -> Iterator[tuple[list[str], BlockSpec | None]]:
-        """Yield the names that move together in a layer: its blocks, then single tensors."""
-        taken: set[str] = set()
-        for spec in pair.blocks:
-            names = [name for name, _ in spec.patterns]
-            taken.update(names)
-            yield names, spec
-        if self.residual == "none":
-            return
-        for template in self.layout.patterns:
-            if LAYER in template and template not in taken and template in self.planned:
-                yield [template], None
-
-    def _tensors(self, pair: LayerPair, names: Sequence[str]) -> tuple[Tensors, Tensors]:
-        """Read a group of both models, with the norms that it needs, in the working dtype."""
-        needed = self.layout.needed(names) if self.residual != "none" else list(names)
-        sides = []
-        for model, index in ((self.reference, pair.reference), (self.other, pair.other)):
-            sides.append(self._read(model, needed, index))
-        return sides[0], sides[1]
-
-    def _read(self, model: ModelTensors, names: Sequence[str], index: int | None) -> Tensors:
-        result = {}
-        for name in names:
-            x = self._raw(model, name, index)
-            if x is not None:
-                if model is self.other and self.stored is None:
-                    self.stored = x.dtype
-                result[name] = x.to(device=self.device, dtype=working_dtype(x.dtype))
-        return result
-
-    def _raw(self, model: ModelTensors, name: str, index: int | None) -> torch.Tensor | None:
-        x = model.read(name, index)
-        if x is not None:
-            digests = self.fingerprints[0 if model is self.other else 1]
-            if (name, index) not in digests:
-                digests[name, index] = fingerprint(x)
-            pattern = self.layout.patterns.get(name)
-            if LAYER in name and pattern is not None and set(pattern.axes) <= set(self.sizes):
-                load = model.load(name, index)
-                assert load is not None
-                check_shape(x, load, pattern.shape(self.sizes))
-        return x
-
-    def _chunks(self, template: str) -> Iterator[tuple[Tensors, Tensors]]:
-        """Yield a tensor outside of the layers in pieces of corresponding rows, with its norm."""
-        pattern = self.layout.patterns.get(template)
-        needed = [name for name in self.layout.needed([template]) if name != template]
-        extras = [self._read(model, needed, None) for model in (self.reference, self.other)]
-        whole = [self._raw(model, template, None) for model in (self.reference, self.other)]
-        assert whole[0] is not None and whole[1] is not None
-        x, y = whole[0], whole[1]
-        if pattern is None or pattern.dims[0] in (("e",), ("~e",), ("t",), ("~t",)):
-            pieces: Iterator[tuple[torch.Tensor, torch.Tensor]] = iter([(x, y)])
-        else:
-            if pattern.dims[0] == ("v",):
-                rows = self._matching_rows(len(x), len(y))
-            elif x.shape == y.shape:
-                rows = (torch.arange(len(x)), torch.arange(len(x)))
-            else:
-                count = min(len(x), len(y))
-                self.reference.context.warn_once(
-                    f"{self.other.model}: {template} has {len(y)} rows, {len(x)} in the reference; "
-                    f"the residual stream is matched on the first {count}"
-                )
-                rows = (torch.arange(count), torch.arange(count))
-            pieces = (
-                (x[a], y[b]) for a, b in zip(rows[0].split(ROWS), rows[1].split(ROWS), strict=True)
-            )
-        for a, b in pieces:
-            yield tuple(
-                {**extra, template: piece.to(device=self.device, dtype=working_dtype(piece.dtype))}
-                for extra, piece in zip(extras, (a, b), strict=True)
-            )  # type: ignore[misc]  # two sides
-
-    def _matching_rows(self, *sizes: int) -> Rows:
-        if self._rows is None:
-            first, second = self.reference.checkpoint, self.other.checkpoint
-            count = (sizes[0], sizes[1])
-            self._rows = matching_rows(self.reference.context, first, second, count)
-            if len(self._rows[0]) < max(sizes):
-                run.current().note(
-                    str(self.other.model),
-                    f"{len(self._rows[0])} of {sizes[1]} rows of its vocabulary are in the "
-                    "reference's as well",
-                )
-        return self._rows
-
 
 _ARTICLE = {"permutation": "a permutation", "orthogonal": "an orthogonal"}
 
@@ -580,21 +419,3 @@ def _squares(
 
 def _unit(first: float, second: float) -> float:
     return 1 / (first * second) if first > 0 and second > 0 else 0.0
-
-
-def outer_templates(model: ModelTensors) -> list[str]:
-    """Templates outside of the layers that the residual stream may change, with biases."""
-    layout = model.stream.layout
-    names = [*layout.patterns, *model.reader_biases()]
-    return list(dict.fromkeys(name for name in names if LAYER not in name))
-
-
-def layout_for(model: ModelTensors, planned: frozenset[str]) -> StreamLayout:
-    """Return a model's layout with the norms carried that some planned reader has no bias for."""
-    layout = model.stream.layout
-    carried = {
-        norm
-        for norm, readers in layout.readers.items()
-        if layout.layer_norm and any(r in planned and bias_of(r) not in planned for r in readers)
-    }
-    return replace(layout, carried=frozenset(carried))
