@@ -179,8 +179,11 @@ class OrthogonalFixingOnes(Group):
         gram = gram - gram.mean(-2, keepdim=True)
         # The ones are made the strongest direction, which the polar factor then maps to itself.
         ones = torch.full_like(gram, 1 / self.n)
-        strength = gram.square().sum(dim=(-2, -1), keepdim=True).sqrt() + 1
-        g = Orthogonal(self.n).project(gram + strength * ones, noise)
+        strength = torch.linalg.matrix_norm(gram)
+        strength = torch.where(strength > 0, strength, torch.ones_like(strength))
+        if noise is not None:
+            noise = torch.maximum(noise, self.n * torch.finfo(gram.dtype).eps * strength)
+        g = Orthogonal(self.n).project(gram + strength[..., None, None] * ones, noise)
         g = g - g.mean(-1, keepdim=True)
         return g - g.mean(-2, keepdim=True) + ones
 

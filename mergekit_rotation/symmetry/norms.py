@@ -47,7 +47,7 @@ def target_norm(own: Norm, reference: Norm | None, stream: StreamMap) -> Norm:
         if reference is None:
             return Norm(moved, bias)
         usable = (reference.weight.abs() > _least(reference.weight)) & (moved.abs() > _least(moved))
-        bias = None if own.bias is None else reference.bias
+        bias = _reference_bias(own, reference)
         return Norm(torch.where(usable, reference.weight, moved), bias)
     if reference is None:
         scale = own.weight.square().mean().sqrt()
@@ -56,7 +56,14 @@ def target_norm(own: Norm, reference: Norm | None, stream: StreamMap) -> Norm:
     least = _least(reference.weight)
     sign = torch.where(reference.weight < 0, -1.0, 1.0).to(reference.weight.dtype)
     weight = torch.where(reference.weight.abs() > least, reference.weight, sign * least)
-    return Norm(weight, None if own.bias is None else reference.bias)
+    return Norm(weight, _reference_bias(own, reference))
+
+
+def _reference_bias(own: Norm, reference: Norm) -> torch.Tensor | None:
+    """Bias of the reference's norm, or none where the model's own is carried."""
+    if own.bias is None:
+        return None
+    return torch.zeros_like(own.bias) if reference.bias is None else reference.bias
 
 
 def _least(weight: torch.Tensor) -> torch.Tensor:

@@ -117,8 +117,8 @@ def cross_gram(
         for start in range(0, len(x), rows):
             a, b = x[start : start + rows].to(work), y[start : start + rows].to(work)
             gram += weight * (a.mT @ b).double().cpu()
-            square[0] += float(a.square().sum(dtype=torch.float64))
-            square[1] += float(b.square().sum(dtype=torch.float64))
+            square[0] += float(torch.linalg.vector_norm(a, dtype=torch.float64)) ** 2
+            square[1] += float(torch.linalg.vector_norm(b, dtype=torch.float64)) ** 2
         eps = torch.finfo(work).eps
         noise += weight * eps * min(len(x), rows) ** 0.5 * (square[0] * square[1]) ** 0.5
     if not bool(torch.isfinite(gram).all()):

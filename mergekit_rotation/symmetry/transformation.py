@@ -104,12 +104,16 @@ class ModelTransformation:
             stream = self.stream or other.stream
         else:
             stream = composed(self.stream, other.stream)
-        blocks: dict[tuple[str, int, int], Transformation] = {}
-        for (kind, a, b), first in self.blocks.items():
-            for (kind2, a2, b2), second in other.blocks.items():
-                if kind == kind2 and b2 == a:
-                    blocks[kind, a2, b] = first + second
-        return ModelTransformation(stream, other.norms or self.norms, blocks)
+        before = {a: b for _, a, b in (*self.blocks, *self.norms)}
+        after = {b: a for _, a, b in (*other.blocks, *other.norms)}
+        blocks = {(k, after.get(a, a), b): e for (k, a, b), e in self.blocks.items()}
+        for (k, a, b), element in other.blocks.items():
+            key = (k, a, before.get(b, b))
+            blocks[key] = blocks.get(key, ()) + element
+        norms = {(n, after.get(a, a), b): x for (n, a, b), x in self.norms.items()}
+        if other.stream is not None:
+            norms |= {(n, a, before.get(b, b)): x for (n, a, b), x in other.norms.items()}
+        return ModelTransformation(stream, norms, blocks)
 
     def inverse(self, norms: Mapping[tuple[str, int, int], Norm]) -> "ModelTransformation":
         """Return the transformation back to a model with the given norms."""
@@ -187,9 +191,7 @@ def out_of_stream(
         if name == norm:
             x = target.weight - layout.offset
         elif name == bias_of(norm):
-            own = layout.norm(norm, tensors)
-            carried = carried_bias(own, tensors[name].double(), stream, target.weight)
-            x = carried if target.bias is None else target.bias
+            x = _norm_bias(tensors, name, norm, layout, stream, target)
         elif name in layout.readers[norm]:
             x = scaled(moved[name], layout.patterns[name], 1 / _nonzero(target))
         else:
@@ -203,9 +205,25 @@ def out_of_stream(
     return result
 
 
+def _norm_bias(
+    tensors: Tensors,
+    name: str,
+    norm: str,
+    layout: StreamLayout,
+    stream: StreamMap,
+    target: Norm,
+) -> torch.Tensor:
+    if target.bias is not None:
+        return target.bias
+    return carried_bias(layout.norm(norm, tensors), tensors[name].double(), stream, target.weight)
+
+
 def _nonzero(norm: Norm) -> torch.Tensor:
-    """Weight that readers can be divided by: what stands behind a zero is kept as it is."""
-    return torch.where(norm.weight == 0, torch.ones_like(norm.weight), norm.weight)
+    """Weight that readers can be divided by: what stands behind a zero is kept as it is.
+
+    So is what stands behind a weight whose inverse float32 cannot hold.
+    """
+    return torch.where(norm.weight.abs() < 2.0**-100, torch.ones_like(norm.weight), norm.weight)
 
 
 def _reader_of(bias: str, readers: Iterable[str]) -> str:
