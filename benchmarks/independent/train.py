@@ -53,9 +53,9 @@ _GPT2 = _COMMON | {
 }
 #: name, how to make one, peak learning rate
 ARCHITECTURES: dict[str, tuple[Callable[[], PreTrainedModel], float]] = {
-    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**_GROUPED)), 4e-3),
+    "llama": (lambda: LlamaForCausalLM(LlamaConfig(**_GROUPED)), 2e-3),
     "gpt2": (lambda: GPT2LMHeadModel(GPT2Config(**_GPT2)), 2e-3),
-    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**_GROUPED)), 4e-3),
+    "qwen3": (lambda: Qwen3ForCausalLM(Qwen3Config(**_GROUPED)), 2e-3),
 }
 TITLES = {
     "llama": "Llama (GQA)",
