@@ -98,6 +98,13 @@ class BlockSpec(BaseModel):
         except SymmetryError as problem:
             raise RotationError(f"{where}: {problem}; the model is damaged") from problem
 
+    def move_legs(
+        self, transformation: Transformation, tensors: Tensors
+    ) -> dict[str, torch.Tensor]:
+        """Return tensors with the legs of the block among them moved."""
+        legs = {name for name, _ in self.patterns}
+        return {n: self.move(transformation, n, x) if n in legs else x for n, x in tensors.items()}
+
     def move(self, transformation: Transformation, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Apply a transformation to one leg, in the working dtype if numbers change."""
         pattern = self.pattern(name)

@@ -29,6 +29,8 @@ from mergekit_rotation.symmetry import (
 Tensors = Mapping[str, torch.Tensor]
 #: rows of an embedding that are held in the working dtype at a time
 ROWS = 1 << 12
+#: digests of the tensors of one model: (template, layer or None) to digest
+Fingerprints = dict[tuple[str, int | None], str]
 _SAMPLE = 1024
 
 
@@ -71,8 +73,7 @@ def moved_tensors(
     inside = [name for name in layout.needed(names) if name in tensors]
     moved = into_stream(tensors, inside, layout, stream)
     if spec is not None:
-        legs = {name for name, _ in spec.patterns}
-        moved = {n: spec.move(transformation, n, x) if n in legs else x for n, x in moved.items()}
+        moved = spec.move_legs(transformation, moved)
     norms = {layout.norm_of(name) for name in names} - {None, *targets}
     own = {n: target_norm(layout.norm(n, tensors), None, stream) for n in norms if n is not None}
     return out_of_stream(moved, tensors, names, layout, stream, {**targets, **own})

@@ -10,8 +10,8 @@ from mergekit_rotation.graph import parameters
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.layer import Entry, LayerPlan
+from mergekit_rotation.graph.moving import Fingerprints
 from mergekit_rotation.graph.reading import LAYER, ModelTensors
-from mergekit_rotation.graph.saved import Fingerprints
 from mergekit_rotation.symmetry import ModelTransformation
 
 

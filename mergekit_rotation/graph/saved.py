@@ -13,7 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.moving import fingerprint
+from mergekit_rotation.graph.moving import Fingerprints, fingerprint
 from mergekit_rotation.graph.reading import ModelTensors
 from mergekit_rotation.symmetry import (
     Element,
@@ -28,8 +28,6 @@ from mergekit_rotation.symmetry import (
 )
 
 FORMAT = "mergekit-rotation transformation 1"
-#: fingerprints of one model: (template, layer or None) to digest
-Fingerprints = dict[tuple[str, int | None], str]
 
 
 @dataclass(frozen=True)

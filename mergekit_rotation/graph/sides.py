@@ -7,7 +7,7 @@ import torch
 
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
-from mergekit_rotation.graph.moving import ROWS, fingerprint
+from mergekit_rotation.graph.moving import ROWS, Fingerprints, fingerprint
 from mergekit_rotation.graph.reading import LAYER, ModelTensors
 from mergekit_rotation.graph.tasks import check_shape
 from mergekit_rotation.graph.vocabulary import Rows, matching_rows
@@ -20,7 +20,6 @@ from mergekit_rotation.symmetry import (
 )
 
 Tensors = dict[str, torch.Tensor]
-Fingerprints = dict[tuple[str, int | None], str]
 
 
 @dataclass(frozen=True)

@@ -256,7 +256,7 @@ class ModelSolver:
         if candidate.stream is not None:
             fixed, still = (into_stream(x, here, self.layout, None) for x in (reference, other))
         for attempt in (transformation, ()):
-            moved = self._moved(inside, attempt, spec)
+            moved = spec.move_legs(attempt, inside) if spec is not None else inside
             squares = [_squares(fixed[n], still[n], moved[n]) for n in here if n in fixed]
             columns = zip(*squares, strict=True) if squares else ((), (), ())
             before, after, scale = (sum(column) for column in columns)
@@ -301,15 +301,6 @@ class ModelSolver:
         assert self.sides.stored is not None
         where = f"{self.other.model}: {spec.kind} of {pair.label}"
         return spec.solve(reference, inside, self.sides.stored, where)
-
-    @staticmethod
-    def _moved(inside: Tensors, transformation: Transformation, spec: BlockSpec | None) -> Tensors:
-        """Return tensors with heads or neurons moved."""
-        legs = {name for name, _ in spec.patterns} if spec is not None else set()
-        return {
-            n: spec.move(transformation, n, x) if spec is not None and n in legs else x
-            for n, x in inside.items()
-        }
 
     def _add(
         self,

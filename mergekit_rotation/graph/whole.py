@@ -82,19 +82,15 @@ class WholeModels:
 
     def _solve(self, templates: frozenset[str]) -> Solution:
         """Return a transformation for every model that one is asked for."""
-        wanted = dict.fromkeys(
-            use.solved_for
-            for model, use in self.output.uses.items()
-            if model != self.reference or use.solved_for != model
-        )
+        solved_for = dict.fromkeys(use.solved_for for use in self.output.uses.values())
+        wanted = [model for model in solved_for if model != self.reference]
         for model, use in self.output.uses.items():
             if use.solved_for != model:
                 check_same_layout(
                     self.context.checkpoint(use.solved_for), self.context.checkpoint(model)
                 )
-        wanted.pop(self.reference, None)  # type: ignore[call-overload]  # None if all are loaded
         if self.settings.load is not None:
-            return self._loaded(self.settings.load, list(wanted), templates)
+            return self._loaded(self.settings.load, wanted, templates)
         result: dict[ModelReference, ModelTransformation] = {}
         fingerprints = {}
         for model in wanted:

@@ -95,9 +95,7 @@ def inverse(transformation: Transformation) -> Transformation:
 def moves(transformation: Transformation, pattern: Pattern) -> bool:
     """Tell whether a transformation touches a tensor of this pattern at all."""
     return any(
-        any("~" + element.axis in axes for axes in pattern.pieces)
-        if isinstance(element, Sign)
-        else element.axis in pattern.axes
+        pattern.signed(element.axis) if isinstance(element, Sign) else element.axis in pattern.axes
         for element in transformation
     )
 
