@@ -389,6 +389,8 @@ def scramble_stream(
     coordinate under RMSNorm and all signs negative under LayerNorm. With `gauge`, all norms that
     can be folded are scaled at random and their readers inversely. What is tied stays tied.
 
+    "gauge": the latter without the permutation.
+
     A head missing from the state is taken for a tied one. The result has the dtypes of the input
     and shares no memory with it, nor any tensor with another.
     """
@@ -401,6 +403,8 @@ def scramble_stream(
         _rotate(stream, _rotation(size, layer_norm, generator), gauge, generator)
     elif kind == "permutation":
         _permute(stream, _signed_permutation(size, layer_norm, generator), gauge, generator)
+    elif kind == "gauge":
+        _permute(stream, torch.eye(size, dtype=torch.float64), True, generator)
     else:
         raise ValueError(f"unknown kind: {kind}")
     return stream.result()

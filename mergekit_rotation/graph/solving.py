@@ -4,6 +4,7 @@ Used where more than one block has to be known before anything is moved: for the
 and for transformations that are saved or applied to other models.
 """
 
+import statistics
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -26,11 +27,14 @@ from mergekit_rotation.symmetry import (
     StreamMap,
     SymmetryError,
     Transformation,
+    bias_of,
     chance_share,
     composed,
+    contracted,
     cross_gram,
     full_precision,
     into_stream,
+    scaled,
     solve_permutation,
     solve_rotation,
     target_norm,
@@ -40,8 +44,8 @@ Tensors = dict[str, torch.Tensor]
 Fingerprints = dict[tuple[str, int | None], str]
 #: stands for the layers of a norm that belongs to none
 OUTER = (-1, -1)
-#: ratio of summed squared distances beyond which one map is not compared on all layers
-DECISIVE = 1.25
+#: standard errors of the mean by which a map that is not measured on all layers lies behind
+DECISIVE = 5.0
 Legs = Iterator[tuple[torch.Tensor, torch.Tensor, int, float]]
 
 
@@ -62,10 +66,14 @@ class Candidate:
         before = self.squares.get((name, layer), (0.0, 0.0))
         self.squares[name, layer] = (before[0] + distance, before[1] + scale)
 
+    def shares(self) -> dict[tuple[str, str], float]:
+        """Squared relative distance to the reference by tensor (and layer)."""
+        return {key: d / scale for key, (d, scale) in self.squares.items() if scale > 0}
+
     @property
     def distance(self) -> float:
         """Sum over tensors of the squared relative distance to the reference."""
-        return sum(distance / scale for distance, scale in self.squares.values() if scale > 0)
+        return sum(self.shares().values())
 
     @property
     def tensors(self) -> int:
@@ -198,8 +206,8 @@ class ModelSolver:
     def _measure(self, candidates: Sequence[Candidate]) -> list[Candidate]:
         """Align heads and neurons under each map, and add up the distances of all tensors.
 
-        A candidate that is decisively farther away on the outer tensors and a quarter of the
-        layers is not followed any further.
+        From a quarter of the layers on, a candidate that is decisively farther away is not
+        followed any further.
 
         Returns
         -------
@@ -215,25 +223,32 @@ class ModelSolver:
         for position, pair in enumerate(
             tqdm([*some, *rest], desc=f"Aligning {self.other.model}", disable=quiet)
         ):
-            if position == len(some):
-                least = min(candidate.distance for candidate in left)
-                left = [c for c in left if c.distance <= DECISIVE * least]
+            if position >= len(some):
+                left = self._without_losers(left)
             for names, spec in self.sides.groups(pair):
                 reference, other = self.sides.tensors(pair, names)
+                here = [name for name in names if name in reference and name in other]
+                fixed = self._folded(reference, here)
                 for candidate in left:
-                    self._measure_group(candidate, pair, names, spec, reference, other)
+                    self._measure_group(candidate, pair, here, spec, reference, fixed, other)
         return left
+
+    def _folded(self, tensors: Tensors, names: Sequence[str]) -> Tensors:
+        """Return tensors as the function sees them: with every norm folded into its readers."""
+        if self.residual == "none":
+            return tensors
+        return into_stream(tensors, names, self.layout, None)
 
     def _measure_outer(self, candidates: Sequence[Candidate], template: str) -> None:
         """Add the distance of a tensor outside of the layers."""
         for reference, other in self.sides.chunks(template):
+            fixed = self._folded(reference, [template])
             for candidate in candidates:
                 self._set_norms(candidate, [template], OUTER, reference, other)
                 moved = other
                 if candidate.stream is not None:
-                    inside = into_stream(other, [template], self.layout, candidate.stream)
-                    moved = {**other, **inside}
-                self._add(candidate, [template], "", reference, moved)
+                    moved = into_stream(other, [template], self.layout, candidate.stream)
+                self._add(candidate, [template], "", reference, fixed, moved)
 
     def _measure_group(
         self,
@@ -242,29 +257,32 @@ class ModelSolver:
         names: Sequence[str],
         spec: BlockSpec | None,
         reference: Tensors,
+        fixed: Tensors,
         other: Tensors,
     ) -> None:
+        """Align a group of tensors under a candidate, and add its distance.
+
+        ``fixed`` is the reference with its norms folded.
+        """
         start = time.perf_counter()
-        here = [name for name in names if name in reference and name in other]
-        self._set_norms(candidate, here, (pair.reference, pair.other), reference, other)
-        inside = other
-        if candidate.stream is not None:
-            needed = [name for name in self.layout.needed(here) if name in other]
+        if candidate.stream is None:
+            goal, before, inside = reference, other, other
+        else:
+            self._set_norms(candidate, names, (pair.reference, pair.other), reference, other)
+            needed = [name for name in self.layout.needed(names) if name in other]
+            goal, before = fixed, self._folded(other, names)
             inside = into_stream(other, needed, self.layout, candidate.stream)
-        transformation = self._solve_block(candidate, pair, here, spec, reference, inside)
-        fixed, still = reference, other
-        if candidate.stream is not None:
-            fixed, still = (into_stream(x, here, self.layout, None) for x in (reference, other))
+        transformation = self._solve_block(pair, names, spec, goal, inside)
         for attempt in (transformation, ()):
             moved = spec.move_legs(attempt, inside) if spec is not None else inside
-            squares = [_squares(fixed[n], still[n], moved[n]) for n in here if n in fixed]
+            squares = [_squares(goal[n], before[n], moved[n]) for n in names if n in goal]
             columns = zip(*squares, strict=True) if squares else ((), (), ())
-            before, after, scale = (sum(column) for column in columns)
+            distance, after, scale = (sum(column) for column in columns)
             transformation = attempt
-            if candidate.stream is not None or after <= before:
+            if candidate.stream is not None or after <= distance:
                 break
         if self.residual != "none":
-            self._add(candidate, here, pair.label, reference, {**other, **moved})
+            self._add(candidate, names, pair.label, reference, fixed, moved)
         if spec is not None:
             candidate.blocks[spec.kind, pair.reference, pair.other] = transformation
             candidate.records.append(
@@ -274,7 +292,7 @@ class ModelSolver:
                     block=spec.kind,
                     layer=pair.label,
                     moved=run.moved_axes(transformation),
-                    before=before,
+                    before=distance,
                     after=after,
                     scale=scale,
                     seconds=time.perf_counter() - start,
@@ -283,24 +301,18 @@ class ModelSolver:
 
     def _solve_block(
         self,
-        candidate: Candidate,
         pair: LayerPair,
         names: Sequence[str],
         spec: BlockSpec | None,
         reference: Tensors,
-        inside: Tensors,
+        other: Tensors,
     ) -> Transformation:
-        """Align the heads or neurons of a block whose other side is in the stream's coordinates."""
-        if spec is None:
+        """Align the heads or neurons of a block whose sides are in the same coordinates."""
+        if spec is None or all(torch.equal(reference[name], other[name]) for name in names):
             return ()
-        if candidate.stream is None:
-            if all(torch.equal(reference[name], inside[name]) for name in names):
-                return ()
-        else:
-            reference = into_stream(reference, names, self.layout, None)
         assert self.sides.stored is not None
         where = f"{self.other.model}: {spec.kind} of {pair.label}"
-        return spec.solve(reference, inside, self.sides.stored, where)
+        return spec.solve(reference, other, self.sides.stored, where)
 
     def _add(
         self,
@@ -308,29 +320,50 @@ class ModelSolver:
         names: Sequence[str],
         layer: str,
         reference: Tensors,
+        fixed: Tensors,
         moved: Tensors,
     ) -> None:
         """Add the squared relative distances of a group to a candidate.
 
         Distances are taken where the function sees them, with every norm folded into its
-        readers. The norms themselves count beside: without a map they are averaged as they are,
-        with one the moved model has the reference's.
+        readers. Without a map, norms and readers are averaged apart, which costs a little more
+        (`_averaged_apart`); with one, the moved model has the reference's norms.
         """
-        fixed = into_stream(reference, names, self.layout, None)
-        images = moved
-        if candidate.stream is None:
-            images = into_stream(moved, names, self.layout, None)
+        images = moved if candidate.stream is not None else self._folded(moved, names)
         for name in names:
-            x, image = fixed.get(name), images.get(name)
-            if x is None:
-                x = reference[name]
-                image = moved[name] if candidate.stream is None else x
-                if name in self.layout.readers:
-                    x, image = x + self.layout.offset, image + self.layout.offset
-            assert image is not None
+            if name not in fixed:  # a norm, which its readers stand for
+                continue
+            x = fixed[name]
+            distance = float((x - images[name]).square().sum())
+            if candidate.stream is None:
+                distance += self._averaged_apart(name, reference, moved)
             candidate.entries += x.numel()
-            distance = float((x - image).square().sum())
             candidate.add(name, layer, distance, float(x.square().sum()))
+
+    def _averaged_apart(self, name: str, reference: Tensors, other: Tensors) -> float:
+        """What it costs to average a reader and its norm instead of their product.
+
+        With readers R, R' and norms w, w', the product of the averages misses the average of the
+        products by (R - R') diag(w - w') / 4, at the midpoint. This returns four times the square
+        of that: what it adds to twice the summed squared distances of a midpoint from its ends.
+        """
+        norm = self.layout.norm_of(name)
+        if norm is None:
+            return 0.0
+        first, second = self.layout.norm(norm, reference), self.layout.norm(norm, other)
+        if name in self.layout.readers[norm]:
+            gap = first.weight - second.weight
+            if not bool(gap.any()):
+                return 0.0
+            miss = scaled(reference[name] - other[name], self.layout.patterns[name], gap)
+        else:
+            if first.bias is None or second.bias is None or torch.equal(first.bias, second.bias):
+                return 0.0
+            reader = next(r for r in self.layout.readers[norm] if bias_of(r) == name)
+            gap = first.bias - second.bias
+            pattern = self.layout.patterns[reader]
+            miss = contracted(reference[reader] - other[reader], pattern, gap)
+        return float(miss.square().sum()) / 4
 
     def _set_norms(
         self,
@@ -356,21 +389,37 @@ class ModelSolver:
         """Return the closest candidate; a map has to gain more than chance and rounding do."""
         best = candidates[0]
         for candidate in candidates[1:]:
-            margin = 0.0
-            if best.stream is None:
-                # Numbers that were fitted: the map itself, and the gauge of every norm.
-                size = self.sizes["e"]
-                freedom = size * len(candidate.norms)
-                rounding = 0.0
-                if isinstance(candidate.stream, OrthogonalMap):
-                    group = OrthogonalFixingOnes if self.layout.layer_norm else Orthogonal
-                    freedom += group(size).freedom
-                    rounding = torch.finfo(self.sides.stored or torch.float32).eps ** 2 / 12
-                share = chance_share(freedom, candidate.entries)
-                margin = share * best.distance + rounding * candidate.tensors
-            if candidate.distance < best.distance - margin:
+            if best.distance - candidate.distance > self._margin(best, candidate):
                 best = candidate
         return best
+
+    def _margin(self, plain: Candidate, mapped: Candidate) -> float:
+        """How much of a distance a map may explain without there being anything to it."""
+        if plain.stream is not None or mapped.stream is None:
+            return 0.0
+        # Numbers that were fitted: the map itself, and the gauge of every norm.
+        size = self.sizes["e"]
+        freedom = size * len(mapped.norms)
+        rounding = 0.0
+        if isinstance(mapped.stream, OrthogonalMap):
+            group = OrthogonalFixingOnes if self.layout.layer_norm else Orthogonal
+            freedom += group(size).freedom
+            rounding = torch.finfo(self.sides.stored or torch.float32).eps ** 2 / 12
+        share = chance_share(freedom, mapped.entries)
+        return share * plain.distance + rounding * mapped.tensors
+
+    def _without_losers(self, candidates: Sequence[Candidate]) -> list[Candidate]:
+        """Return the candidates that may still turn out to be the closest."""
+        best = self._best(candidates)
+        return [c for c in candidates if c is best or not self._is_behind(c, best)]
+
+    def _is_behind(self, candidate: Candidate, best: Candidate) -> bool:
+        ahead = best.shares()
+        gaps = [share - ahead[key] for key, share in candidate.shares().items()]
+        if len(gaps) < 2:
+            return False
+        error = len(gaps) ** 0.5 * statistics.stdev(gaps)
+        return sum(gaps) > self._margin(candidate, best) + DECISIVE * error
 
     def _report(self, candidates: Sequence[Candidate], best: Candidate) -> None:
         this = run.current()

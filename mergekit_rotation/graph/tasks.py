@@ -13,7 +13,7 @@ from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.checkpoints import FLOATING
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.symmetry import Transformation, full_precision, working_dtype
+from mergekit_rotation.symmetry import Transformation, all_finite, full_precision, working_dtype
 
 
 class CheckedLoad(LoadTensor):
@@ -43,7 +43,7 @@ class CheckedLoad(LoadTensor):
                 f"{self.model}: {self.tensor} has dtype {str(x.dtype).removeprefix('torch.')}, "
                 "which cannot be aligned or merged; use the unquantised model"
             )
-        if x.is_floating_point() and not bool(torch.isfinite(x).all()):
+        if x.is_floating_point() and not all_finite(x):
             raise RotationError(
                 f"{self.model}: {self.tensor} holds NaN or Inf; the model is damaged, "
                 "fetch or train it again"

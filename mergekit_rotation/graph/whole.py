@@ -11,6 +11,7 @@ from typing import Any
 
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference, dtype_from_name
+from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 
 from mergekit_rotation.architecture import Block
@@ -104,6 +105,7 @@ class WholeModels:
                 outer = {key: n for key, n in result[model].norms.items() if key[1:] == OUTER}
                 result[model] = replace(result[model], blocks={}, norms=outer)
             fingerprints[model] = solver.sides.fingerprints
+        LoaderCache().flush_all()  # files are mapped, and every page of them was touched
         if self.settings.save is not None:
             reference = self.output.tensors(self._reference())
             saved.write(

@@ -38,8 +38,8 @@ from mergekit_rotation.symmetry.groups import (
     rotary_pairs,
 )
 from mergekit_rotation.symmetry.neurons import NeuronLayout, solve_neurons
-from mergekit_rotation.symmetry.norms import Norm, target_norm
-from mergekit_rotation.symmetry.precision import full_precision, working_dtype
+from mergekit_rotation.symmetry.norms import Norm, contracted, scaled, target_norm
+from mergekit_rotation.symmetry.precision import all_finite, full_precision, working_dtype
 from mergekit_rotation.symmetry.stream import (
     STREAM_AXES,
     OrthogonalMap,
@@ -87,9 +87,11 @@ __all__ = [
     "Trivial",
     "act",
     "act_stream",
+    "all_finite",
     "bias_of",
     "chance_share",
     "composed",
+    "contracted",
     "cross_gram",
     "full_precision",
     "into_stream",
@@ -99,6 +101,7 @@ __all__ = [
     "moves",
     "out_of_stream",
     "rotary_pairs",
+    "scaled",
     "solve_attention",
     "solve_neurons",
     "solve_permutation",

@@ -9,6 +9,7 @@ from mergekit_rotation.symmetry.axes import Piece
 from mergekit_rotation.symmetry.chance import chance_share
 from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.groups import Group, inner
+from mergekit_rotation.symmetry.precision import all_finite
 
 
 @dataclass
@@ -111,7 +112,7 @@ def head_gram(
         else:
             query = term if query is None else query.add_(term)
     norm = square.sqrt()
-    if not bool(torch.isfinite(norm).all()):
+    if not all_finite(norm):
         raise SymmetryError("the weights of a head hold NaN or Inf, or are too large to square")
     if not all_pairs:  # only pairs (a, a) are ever looked up
         shared = shared.expand(kv, kv, d, d)

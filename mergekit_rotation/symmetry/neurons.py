@@ -16,7 +16,7 @@ from mergekit_rotation.symmetry.action import Element, Permute, Sign, Transforma
 from mergekit_rotation.symmetry.assignment import linear_assignment
 from mergekit_rotation.symmetry.axes import Pattern, Piece
 from mergekit_rotation.symmetry.errors import SymmetryError
-from mergekit_rotation.symmetry.precision import working_dtype
+from mergekit_rotation.symmetry.precision import all_finite, working_dtype
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -135,7 +135,7 @@ def _norm(rows: list[torch.Tensor], work: torch.dtype) -> torch.Tensor:
     """Norm of every neuron over all legs, float64."""
     parts = [torch.linalg.vector_norm(x.to(work), dim=1).double() for x in rows]
     norm: torch.Tensor = torch.linalg.vector_norm(torch.stack(parts), dim=0)
-    if not bool(torch.isfinite(norm).all()):
+    if not all_finite(norm):
         raise SymmetryError("the weights of a neuron hold NaN or Inf, or are too large to square")
     return norm
 

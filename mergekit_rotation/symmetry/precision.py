@@ -14,6 +14,14 @@ def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
+def all_finite(x: torch.Tensor) -> bool:
+    """Tell whether a floating-point tensor holds neither NaN nor Inf.
+
+    Both show in the extremes, which one pass without temporaries finds.
+    """
+    return x.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(x))
+
+
 @contextmanager
 def full_precision() -> Iterator[None]:
     """Run float32 matrix products in float32 (no TF32, no bfloat16 passes)."""

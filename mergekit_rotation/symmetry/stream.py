@@ -14,6 +14,7 @@ from mergekit_rotation.symmetry.assignment import linear_assignment
 from mergekit_rotation.symmetry.axes import Pattern
 from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.groups import Orthogonal, OrthogonalFixingOnes
+from mergekit_rotation.symmetry.precision import all_finite
 
 #: the stream itself, and the same coordinates read by a tied head
 STREAM_AXES = ("e", "t")
@@ -121,7 +122,7 @@ def cross_gram(
             square[1] += float(torch.linalg.vector_norm(b, dtype=torch.float64)) ** 2
         eps = torch.finfo(work).eps
         noise += weight * eps * min(len(x), rows) ** 0.5 * (square[0] * square[1]) ** 0.5
-    if not bool(torch.isfinite(gram).all()):
+    if not all_finite(gram):
         raise SymmetryError("the weights of the stream hold NaN or Inf, or are too large to square")
     return gram, noise
 

@@ -142,9 +142,43 @@ def test_models_in_the_same_coordinates_stay_bit_identical(kind, tmp_path):
 def noisy(state, share):
     generator = torch.Generator().manual_seed(0)
     return {
-        name: x + share * x.std() * torch.randn(x.shape, generator=generator) if x.dim() > 1 else x
+        name: x + share * x.std() * torch.randn(x.shape, generator=generator)
         for name, x in state.items()
     }
+
+
+@pytest.mark.parametrize("kind", ["permutation", "orthogonal"])
+def test_noise_in_norms_is_no_reason_for_a_map(kind, tmp_path):
+    pair = Pair(tmp_path)
+    generator = torch.Generator().manual_seed(0)
+    near = changed_copy(
+        pair.reference,
+        tmp_path / "near",
+        lambda state: {
+            name: x * (1 + 0.02 * torch.randn(x.shape, generator=generator))
+            for name, x in state.items()
+        },
+    )
+    both = [pair.reference, near]
+    aligned = config("rotation_linear", both, parameters={"align_residual": kind})
+    first = weights(merged(aligned, tmp_path / "a"))
+    second = weights(merged(config("linear", both), tmp_path / "b"))
+    assert all(torch.equal(first[name], second[name]) for name in second)
+
+
+@pytest.mark.parametrize("kind", ["permutation", "orthogonal"])
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gpt_neox"])
+def test_a_twin_that_differs_by_the_gauge_of_its_norms_returns(case, kind, tmp_path):
+    pair = Pair(tmp_path, case)
+
+    def changed(state):
+        return scramble_stream.scramble_stream(state, pair.model.config, case, "gauge", seed=5)
+
+    twin = changed_copy(pair.reference, tmp_path / "gauge", changed)
+    both = [pair.reference, twin]
+    aligned = config("rotation_linear", both, parameters={"align_residual": kind})
+    assert pair.distance(merged(aligned, tmp_path / "out")) < 1e-3
+    assert pair.distance(merged(config("linear", both), tmp_path / "plain")) > 0.01
 
 
 @pytest.mark.parametrize("kind", ["permutation", "orthogonal"])

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mergekit_rotation.symmetry import full_precision, working_dtype
+from mergekit_rotation.symmetry import all_finite, full_precision, working_dtype
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -25,3 +25,15 @@ def test_full_precision_is_put_back():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float64])
+def test_all_finite_finds_what_is_not(dtype):
+    assert all_finite(torch.zeros(0, dtype=dtype))
+    for size in (1, 7, 64, 259):
+        for position in range(size):
+            for bad in (float("nan"), float("inf"), -float("inf")):
+                x = torch.linspace(-1, 1, size).to(dtype)
+                assert all_finite(x)
+                x[position] = bad
+                assert not all_finite(x)
