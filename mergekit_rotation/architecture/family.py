@@ -136,8 +136,6 @@ class Stream:
     ----------
     layout : StreamLayout
         Its tensor names are templates; those of the blocks are included.
-    optional : frozenset of str
-        Templates that a model may lack.
     known : frozenset of str
         Templates of all tensors that a model of the class may have.
     maps, tied
@@ -145,7 +143,6 @@ class Stream:
     """
 
     layout: StreamLayout
-    optional: frozenset[str]
     known: frozenset[str]
     maps: tuple[str, ...]
     tied: Mapping[str, str]
@@ -252,7 +249,7 @@ class Family(_Data):
         data = self.stream
         tensors = {**data.tensors, **data.classes.get(model_class, {})}
         blocks = {**self.attention.tensors, **self.neurons.tensors}
-        every, absent = _patterns({**blocks, **tensors})
+        every, _ = _patterns({**blocks, **tensors})
         patterns = {name: p for name, p in every.items() if p.axes & set(STREAM_AXES)}
         norms: dict[str, Pattern] = {}
         biases: list[str] = []
@@ -268,7 +265,7 @@ class Family(_Data):
             offset=data.offset,
         )
         known = {*every, *norms, *biases, *data.fixed}
-        return Stream(layout, absent, frozenset(known), data.maps, data.tied)
+        return Stream(layout, frozenset(known), data.maps, data.tied)
 
 
 def _patterns(tensors: Mapping[str, str]) -> tuple[dict[str, Pattern], frozenset[str]]:

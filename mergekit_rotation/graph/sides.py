@@ -105,7 +105,11 @@ class Sides:
 
     def outer_templates(self) -> list[str]:
         """Templates of the stream outside of the layers that both models have."""
-        heads = [head for head in self.stream.tied if self._reads_its_own_norm(head)]
+        heads = [
+            head
+            for head in self.stream.tied
+            if head in self.planned or self.layout.reads_alone(head, self.planned)
+        ]
         return [
             template
             for template in outer_templates(self.reference)
@@ -113,11 +117,6 @@ class Sides:
             and self.reference.has(template, None)
             and self.other.has(template, None)
         ]
-
-    def _reads_its_own_norm(self, head: str) -> bool:
-        norm = self.layout.norm_of(head)
-        others = [] if norm is None else [r for r in self.layout.readers[norm] if r != head]
-        return head in self.planned or not any(reader in self.planned for reader in others)
 
     def groups(self, pair: LayerPair) -> Iterator[tuple[list[str], BlockSpec | None]]:
         """Yield the names that move together in a layer: its blocks, then single tensors."""

@@ -299,11 +299,8 @@ class WholeModels:
     @staticmethod
     def _has_head(model: ModelTensors, head: str, templates: frozenset[str]) -> bool:
         """Tell whether a model ends in this head, of its own or tied to the embeddings."""
-        norm = model.stream.layout.norm_of(head)
-        if norm is None:
-            return False
-        others = [r for r in model.stream.layout.readers[norm] if r != head]
-        return not any(reader in templates for reader in others)
+        layout = model.stream.layout
+        return layout.norm_of(head) is not None and layout.reads_alone(head, templates)
 
 
 def tied_names(model: ModelTensors) -> set[str]:

@@ -1,6 +1,6 @@
 """The transformation of a whole model as a value: solved once, then saved, composed or applied."""
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
@@ -55,6 +55,12 @@ class StreamLayout:
             if any(name in (reader, bias_of(reader)) for reader in readers):
                 return norm
         return None
+
+    def reads_alone(self, name: str, present: Container[str]) -> bool:
+        """Tell whether no other tensor among those present reads the norm of this one."""
+        norm = self.norm_of(name)
+        others = () if norm is None else self.readers[norm]
+        return not any(reader in present for reader in others if reader != name)
 
     def needed(self, names: Iterable[str]) -> list[str]:
         """Return the names of all tensors that moving some tensors takes.
