@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.moving import Fingerprints, fingerprint
-from mergekit_rotation.graph.reading import ModelTensors
+from mergekit_rotation.graph.reading import LAYER, ModelTensors
 from mergekit_rotation.symmetry import (
     Element,
     ModelTransformation,
@@ -175,9 +175,10 @@ def check_fingerprint(
     """
     x = tensors.read(template, index)
     if x is None or fingerprint(x) != digest:
+        named = template.replace(LAYER, str(index))
         raise RotationError(
             f"align_load: {path} was solved for other weights than those of {tensors.model} "
-            f"({template} differs); solve again, or set align_load_unchecked: true"
+            f"({named} differs); solve again, or set align_load_unchecked: true"
         )
 
 

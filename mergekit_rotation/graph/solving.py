@@ -58,16 +58,17 @@ class Candidate:
     norms: dict[tuple[str, int, int], Norm] = field(default_factory=dict)
     records: list[run.Record] = field(default_factory=list)
     entries: int = 0
-    #: squared distance to the reference, and squared norm of it, by tensor
-    squares: dict[tuple[str, str], tuple[float, float]] = field(default_factory=dict)
+    #: squared distance to the reference, and squared norm of it, by tensor and pair of layers
+    squares: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)
 
-    def add(self, name: str, layer: str, distance: float, scale: float) -> None:
+    def add(self, name: str, layers: tuple[int, int], distance: float, scale: float) -> None:
         """Add a tensor, or some rows of it."""
-        before = self.squares.get((name, layer), (0.0, 0.0))
-        self.squares[name, layer] = (before[0] + distance, before[1] + scale)
+        key = (name, *layers)
+        before = self.squares.get(key, (0.0, 0.0))
+        self.squares[key] = (before[0] + distance, before[1] + scale)
 
-    def shares(self) -> dict[tuple[str, str], float]:
-        """Squared relative distance to the reference by tensor (and layer)."""
+    def shares(self) -> dict[tuple[str, int, int], float]:
+        """Squared relative distance to the reference, by tensor and pair of layers."""
         return {key: d / scale for key, (d, scale) in self.squares.items() if scale > 0}
 
     @property
@@ -119,8 +120,14 @@ class ModelSolver:
         self.sides = Sides(reference, other, planned, residual != "none", stored, self.device)
         self.layout, self.sizes = self.sides.layout, self.sides.sizes
 
-    def solve(self) -> ModelTransformation:
+    def solve(self, with_layers: bool = True) -> ModelTransformation:
         """Return the best transformation, and report what was done to the current run.
+
+        Parameters
+        ----------
+        with_layers : bool
+            Whether heads, neurons and norms of the layers are to be moved, too; otherwise the
+            layers are compared only to judge the map.
 
         Raises
         ------
@@ -139,6 +146,9 @@ class ModelSolver:
                 left += self._measure([following])
                 candidates.append(following)
         best = self._best(left)
+        if not with_layers:
+            best.blocks, best.records = {}, []
+            best.norms = {key: norm for key, norm in best.norms.items() if key[1:] == OUTER}
         self._report(candidates, best)
         return ModelTransformation(best.stream, best.norms, best.blocks)
 
@@ -248,7 +258,7 @@ class ModelSolver:
                 moved = other
                 if candidate.stream is not None:
                     moved = into_stream(other, [template], self.layout, candidate.stream)
-                self._add(candidate, [template], "", reference, fixed, moved)
+                self._add(candidate, [template], OUTER, reference, fixed, moved)
 
     def _measure_group(
         self,
@@ -282,7 +292,8 @@ class ModelSolver:
             if candidate.stream is not None or after <= distance:
                 break
         if self.residual != "none":
-            self._add(candidate, names, pair.label, reference, fixed, moved)
+            layers = (pair.reference, pair.other)
+            self._add(candidate, names, layers, reference, fixed, moved)
         if spec is not None:
             candidate.blocks[spec.kind, pair.reference, pair.other] = transformation
             candidate.records.append(
@@ -318,7 +329,7 @@ class ModelSolver:
         self,
         candidate: Candidate,
         names: Sequence[str],
-        layer: str,
+        layers: tuple[int, int],
         reference: Tensors,
         fixed: Tensors,
         moved: Tensors,
@@ -338,7 +349,7 @@ class ModelSolver:
             if candidate.stream is None:
                 distance += self._averaged_apart(name, reference, moved)
             candidate.entries += x.numel()
-            candidate.add(name, layer, distance, float(x.square().sum()))
+            candidate.add(name, layers, distance, float(x.square().sum()))
 
     def _averaged_apart(self, name: str, reference: Tensors, other: Tensors) -> float:
         """What it costs to average a reader and its norm instead of their product.

@@ -23,7 +23,7 @@ from mergekit_rotation.graph.output import Output, OutputLayer, Solution
 from mergekit_rotation.graph.reading import LAYER, ModelTensors
 from mergekit_rotation.graph.rewriting import Rewriter
 from mergekit_rotation.graph.sides import LayerPair
-from mergekit_rotation.graph.solving import OUTER, ModelSolver
+from mergekit_rotation.graph.solving import ModelSolver
 from mergekit_rotation.symmetry import (
     ModelTransformation,
     OrthogonalMap,
@@ -100,10 +100,7 @@ class WholeModels:
             except Unsupported as problem:
                 self._refuse_or_skip(model, problem)
                 continue
-            result[model] = solver.solve()
-            if not self._meet(model):  # the layers were compared only to judge the map
-                outer = {key: n for key, n in result[model].norms.items() if key[1:] == OUTER}
-                result[model] = replace(result[model], blocks={}, norms=outer)
+            result[model] = solver.solve(self._meet(model))
             fingerprints[model] = solver.sides.fingerprints
         LoaderCache().flush_all()  # files are mapped, and every page of them was touched
         if self.settings.save is not None:

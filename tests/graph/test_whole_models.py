@@ -275,6 +275,20 @@ def test_a_frankenmerge_speaks_one_language(tmp_path):
     assert pair.distance(merged(entries, tmp_path / "out")) < 1e-3
 
 
+def test_the_summary_of_a_frankenmerge_claims_the_map_alone(tmp_path):
+    pair = Pair(tmp_path)
+    slices = [
+        {"sources": [{"model": str(pair.reference), "layer_range": [0, 1]}]},
+        {"sources": [{"model": str(pair.twin), "layer_range": [1, 2]}]},
+    ]
+    parameters = {"align_residual": "orthogonal"}
+    entries = {"merge_method": "rotation_passthrough", "slices": slices, "parameters": parameters}
+    file = write({**entries, "dtype": "float32"}, tmp_path)
+    result = command("mergekit-yaml", str(file), str(tmp_path / "out"), "--no-write-model-card")
+    lines = [line for line in result.stderr.splitlines() if line.startswith("aligned ")]
+    assert len(lines) == 1 and "residual stream moved" in lines[0], result.stderr
+
+
 def with_tokenizers(pair):
     """Reorder the twin's vocabulary and give both models tokenizers; return the other and order."""
     order = torch.randperm(tiny.VOCABULARY, generator=torch.Generator().manual_seed(1))
