@@ -15,8 +15,7 @@ from mergekit_rotation.graph.layer import rewrap, unwrap
 from mergekit_rotation.graph.moving import Move, MoveTensor
 from mergekit_rotation.graph.output import Output, OutputLayer, Solution
 from mergekit_rotation.graph.reading import ModelTensors
-from mergekit_rotation.graph.sides import layout_for
-from mergekit_rotation.graph.solving import OUTER
+from mergekit_rotation.graph.sides import OUTER, layout_for
 from mergekit_rotation.graph.tasks import CheckedLoad, GatherAligned, Input, checked
 from mergekit_rotation.symmetry import ModelTransformation, Transformation, moves
 

@@ -20,6 +20,8 @@ from mergekit_rotation.symmetry import (
 )
 
 Tensors = dict[str, torch.Tensor]
+#: stands for the layers of a norm that belongs to none
+OUTER = (-1, -1)
 
 
 @dataclass(frozen=True)
@@ -30,6 +32,11 @@ class LayerPair:
     other: int
     blocks: tuple[BlockSpec, ...]
     label: str
+
+    @property
+    def indices(self) -> tuple[int, int]:
+        """The layer of the reference and that of the other model."""
+        return self.reference, self.other
 
 
 class Sides:

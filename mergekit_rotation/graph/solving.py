@@ -4,86 +4,37 @@ Used where more than one block has to be known before anything is moved: for the
 and for transformations that are saved or applied to other models.
 """
 
-import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
 
 import torch
 from transformers.utils.logging import tqdm
 
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
+from mergekit_rotation.graph.candidates import Candidate, Judge
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.moving import ROWS
 from mergekit_rotation.graph.reading import ModelTensors
-from mergekit_rotation.graph.sides import LayerPair, Sides
+from mergekit_rotation.graph.sides import OUTER, LayerPair, Sides
 from mergekit_rotation.symmetry import (
     ModelTransformation,
     Norm,
-    Orthogonal,
-    OrthogonalFixingOnes,
-    OrthogonalMap,
     StreamMap,
     SymmetryError,
     Transformation,
-    bias_of,
-    chance_share,
+    averaged_apart,
     composed,
-    contracted,
     cross_gram,
     full_precision,
     into_stream,
-    scaled,
     solve_permutation,
     solve_rotation,
     target_norm,
 )
 
 Tensors = dict[str, torch.Tensor]
-Fingerprints = dict[tuple[str, int | None], str]
-#: stands for the layers of a norm that belongs to none
-OUTER = (-1, -1)
-#: standard errors of the mean by which a map that is not measured on all layers lies behind
-DECISIVE = 5.0
 Legs = Iterator[tuple[torch.Tensor, torch.Tensor, int, float]]
-
-
-@dataclass
-class Candidate:
-    """One map of the stream (None: no map), with what the layers made of it."""
-
-    stream: StreamMap | None
-    blocks: dict[tuple[str, int, int], Transformation] = field(default_factory=dict)
-    norms: dict[tuple[str, int, int], Norm] = field(default_factory=dict)
-    records: list[run.Record] = field(default_factory=list)
-    entries: int = 0
-    #: squared distance to the reference, and squared norm of it, by tensor and pair of layers
-    squares: dict[tuple[str, int, int], tuple[float, float]] = field(default_factory=dict)
-
-    def add(self, name: str, layers: tuple[int, int], distance: float, scale: float) -> None:
-        """Add a tensor, or some rows of it."""
-        key = (name, *layers)
-        before = self.squares.get(key, (0.0, 0.0))
-        self.squares[key] = (before[0] + distance, before[1] + scale)
-
-    def shares(self) -> dict[tuple[str, int, int], float]:
-        """Squared relative distance to the reference, by tensor and pair of layers."""
-        return {key: d / scale for key, (d, scale) in self.squares.items() if scale > 0}
-
-    @property
-    def distance(self) -> float:
-        """Sum over tensors of the squared relative distance to the reference."""
-        return sum(self.shares().values())
-
-    @property
-    def tensors(self) -> int:
-        """How many tensors were compared."""
-        return len(self.squares)
-
-    def relative(self) -> float:
-        """Root mean square over all tensors of the relative distance to the reference."""
-        return float((self.distance / max(self.tensors, 1)) ** 0.5)
 
 
 class ModelSolver:
@@ -119,6 +70,7 @@ class ModelSolver:
         self.device = torch.device(device)
         self.sides = Sides(reference, other, planned, residual != "none", stored, self.device)
         self.layout, self.sizes = self.sides.layout, self.sides.sizes
+        self.judge = Judge(self.sides)
 
     def solve(self, with_layers: bool = True) -> ModelTransformation:
         """Return the best transformation, and report what was done to the current run.
@@ -145,7 +97,7 @@ class ModelSolver:
                 following = Candidate(self._next_map(last))
                 left += self._measure([following])
                 candidates.append(following)
-        best = self._best(left)
+        best = self.judge.best(left)
         if not with_layers:
             best.blocks, best.records = {}, []
             best.norms = {key: norm for key, norm in best.norms.items() if key[1:] == OUTER}
@@ -201,7 +153,7 @@ class ModelSolver:
                 reference, other = self.sides.tensors(pair, names)
                 left = into_stream(reference, names, self.layout, None)
                 right = into_stream(other, names, self.layout, last.stream)
-                key = (spec.kind if spec else "", pair.reference, pair.other)
+                key = (spec.kind if spec else "", *pair.indices)
                 for name in names:
                     dim = self.sides.dim(name)
                     if dim is None or name not in left or name not in right:
@@ -234,7 +186,7 @@ class ModelSolver:
             tqdm([*some, *rest], desc=f"Aligning {self.other.model}", disable=quiet)
         ):
             if position >= len(some):
-                left = self._without_losers(left)
+                left = self.judge.without_losers(left)
             for names, spec in self.sides.groups(pair):
                 reference, other = self.sides.tensors(pair, names)
                 here = [name for name in names if name in reference and name in other]
@@ -278,7 +230,7 @@ class ModelSolver:
         if candidate.stream is None:
             goal, before, inside = reference, other, other
         else:
-            self._set_norms(candidate, names, (pair.reference, pair.other), reference, other)
+            self._set_norms(candidate, names, pair.indices, reference, other)
             needed = [name for name in self.layout.needed(names) if name in other]
             goal, before = fixed, self._folded(other, names)
             inside = into_stream(other, needed, self.layout, candidate.stream)
@@ -292,10 +244,9 @@ class ModelSolver:
             if candidate.stream is not None or after <= distance:
                 break
         if self.residual != "none":
-            layers = (pair.reference, pair.other)
-            self._add(candidate, names, layers, reference, fixed, moved)
+            self._add(candidate, names, pair.indices, reference, fixed, moved)
         if spec is not None:
-            candidate.blocks[spec.kind, pair.reference, pair.other] = transformation
+            candidate.blocks[(spec.kind, *pair.indices)] = transformation
             candidate.records.append(
                 run.Record(
                     model=str(self.other.model),
@@ -338,7 +289,7 @@ class ModelSolver:
 
         Distances are taken where the function sees them, with every norm folded into its
         readers. Without a map, norms and readers are averaged apart, which costs a little more
-        (`_averaged_apart`); with one, the moved model has the reference's norms.
+        (`averaged_apart`); with one, the moved model has the reference's norms.
         """
         images = moved if candidate.stream is not None else self._folded(moved, names)
         for name in names:
@@ -347,34 +298,9 @@ class ModelSolver:
             x = fixed[name]
             distance = float((x - images[name]).square().sum())
             if candidate.stream is None:
-                distance += self._averaged_apart(name, reference, moved)
+                distance += averaged_apart(name, reference, moved, self.layout)
             candidate.entries += x.numel()
             candidate.add(name, layers, distance, float(x.square().sum()))
-
-    def _averaged_apart(self, name: str, reference: Tensors, other: Tensors) -> float:
-        """What it costs to average a reader and its norm instead of their product.
-
-        With readers R, R' and norms w, w', the product of the averages misses the average of the
-        products by (R - R') diag(w - w') / 4, at the midpoint. This returns four times the square
-        of that: what it adds to twice the summed squared distances of a midpoint from its ends.
-        """
-        norm = self.layout.norm_of(name)
-        if norm is None:
-            return 0.0
-        first, second = self.layout.norm(norm, reference), self.layout.norm(norm, other)
-        if name in self.layout.readers[norm]:
-            gap = first.weight - second.weight
-            if not bool(gap.any()):
-                return 0.0
-            miss = scaled(reference[name] - other[name], self.layout.patterns[name], gap)
-        else:
-            if first.bias is None or second.bias is None or torch.equal(first.bias, second.bias):
-                return 0.0
-            reader = next(r for r in self.layout.readers[norm] if bias_of(r) == name)
-            gap = first.bias - second.bias
-            pattern = self.layout.patterns[reader]
-            miss = contracted(reference[reader] - other[reader], pattern, gap)
-        return float(miss.square().sum()) / 4
 
     def _set_norms(
         self,
@@ -395,42 +321,6 @@ class ModelSolver:
                 target = target_norm(own, theirs, candidate.stream)
                 bias = None if target.bias is None else target.bias.cpu()
                 candidate.norms[(norm, *layers)] = Norm(target.weight.cpu(), bias)
-
-    def _best(self, candidates: Sequence[Candidate]) -> Candidate:
-        """Return the closest candidate; a map has to gain more than chance and rounding do."""
-        best = candidates[0]
-        for candidate in candidates[1:]:
-            if best.distance - candidate.distance > self._margin(best, candidate):
-                best = candidate
-        return best
-
-    def _margin(self, plain: Candidate, mapped: Candidate) -> float:
-        """How much of a distance a map may explain without there being anything to it."""
-        if plain.stream is not None or mapped.stream is None:
-            return 0.0
-        # Numbers that were fitted: the map itself, and the gauge of every norm.
-        size = self.sizes["e"]
-        freedom = size * len(mapped.norms)
-        rounding = 0.0
-        if isinstance(mapped.stream, OrthogonalMap):
-            group = OrthogonalFixingOnes if self.layout.layer_norm else Orthogonal
-            freedom += group(size).freedom
-            rounding = torch.finfo(self.sides.stored or torch.float32).eps ** 2 / 12
-        share = chance_share(freedom, mapped.entries)
-        return share * plain.distance + rounding * mapped.tensors
-
-    def _without_losers(self, candidates: Sequence[Candidate]) -> list[Candidate]:
-        """Return the candidates that may still turn out to be the closest."""
-        best = self._best(candidates)
-        return [c for c in candidates if c is best or not self._is_behind(c, best)]
-
-    def _is_behind(self, candidate: Candidate, best: Candidate) -> bool:
-        ahead = best.shares()
-        gaps = [share - ahead[key] for key, share in candidate.shares().items()]
-        if len(gaps) < 2:
-            return False
-        error = len(gaps) ** 0.5 * statistics.stdev(gaps)
-        return sum(gaps) > self._margin(candidate, best) + DECISIVE * error
 
     def _report(self, candidates: Sequence[Candidate], best: Candidate) -> None:
         this = run.current()

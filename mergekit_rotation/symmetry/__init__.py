@@ -38,7 +38,7 @@ from mergekit_rotation.symmetry.groups import (
     rotary_pairs,
 )
 from mergekit_rotation.symmetry.neurons import NeuronLayout, solve_neurons
-from mergekit_rotation.symmetry.norms import Norm, contracted, scaled, target_norm
+from mergekit_rotation.symmetry.norms import Norm, target_norm
 from mergekit_rotation.symmetry.precision import all_finite, full_precision, working_dtype
 from mergekit_rotation.symmetry.stream import (
     STREAM_AXES,
@@ -54,6 +54,7 @@ from mergekit_rotation.symmetry.stream import (
 from mergekit_rotation.symmetry.transformation import (
     ModelTransformation,
     StreamLayout,
+    averaged_apart,
     bias_of,
     into_stream,
     out_of_stream,
@@ -88,10 +89,10 @@ __all__ = [
     "act",
     "act_stream",
     "all_finite",
+    "averaged_apart",
     "bias_of",
     "chance_share",
     "composed",
-    "contracted",
     "cross_gram",
     "full_precision",
     "into_stream",
@@ -101,7 +102,6 @@ __all__ = [
     "moves",
     "out_of_stream",
     "rotary_pairs",
-    "scaled",
     "solve_attention",
     "solve_neurons",
     "solve_permutation",

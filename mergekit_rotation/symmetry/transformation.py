@@ -211,6 +211,45 @@ def out_of_stream(
     return result
 
 
+def averaged_apart(name: str, reference: Tensors, other: Tensors, layout: StreamLayout) -> float:
+    """What it costs to average a reader and its norm instead of their product.
+
+    With readers R, R' and norms w, w', the product of the averages misses the average of the
+    products by (R - R') diag(w - w') / 4, at the midpoint; for a reader's bias it is (R - R')
+    (b - b') / 4 with the norms' biases.
+
+    Parameters
+    ----------
+    name : str
+        A reader or its bias; anything else costs nothing.
+    reference, other : mapping
+        With all that `StreamLayout.needed` names.
+    layout : StreamLayout
+
+    Returns
+    -------
+    float
+        Four times the square of that: what it adds to twice the summed squared distances of a
+        midpoint from its ends.
+    """
+    norm = layout.norm_of(name)
+    if norm is None:
+        return 0.0
+    first, second = layout.norm(norm, reference), layout.norm(norm, other)
+    if name in layout.readers[norm]:
+        gap = first.weight - second.weight
+        if not bool(gap.any()):
+            return 0.0
+        miss = scaled(reference[name] - other[name], layout.patterns[name], gap)
+    else:
+        if first.bias is None or second.bias is None or torch.equal(first.bias, second.bias):
+            return 0.0
+        reader = _reader_of(name, layout.readers[norm])
+        difference = reference[reader] - other[reader]
+        miss = contracted(difference, layout.patterns[reader], first.bias - second.bias)
+    return float(miss.square().sum()) / 4
+
+
 def _norm_bias(
     tensors: Tensors,
     name: str,

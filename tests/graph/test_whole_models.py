@@ -131,12 +131,14 @@ def test_rounds_keep_the_best(tmp_path):
 def test_models_in_the_same_coordinates_stay_bit_identical(kind, tmp_path):
     pair = Pair(tmp_path)
     near = changed_copy(pair.reference, tmp_path / "near", lambda s: noisy(s, 0.02))
-    both = [pair.reference, near]
+    assert_merged_as_plain([pair.reference, near], kind, tmp_path)
+
+
+def assert_merged_as_plain(both, kind, folder):
+    """The map is refused, and the output is bitwise that of the unprefixed method."""
     aligned = config("rotation_linear", both, parameters={"align_residual": kind})
-    first = weights(merged(aligned, tmp_path / "a"))
-    second = weights(merged(config("linear", both), tmp_path / "b"))
-    assert list(first) == list(second)
-    assert all(torch.equal(first[name], second[name]) for name in first)
+    first = weights(merged(aligned, folder / "a"))
+    assert same(first, weights(merged(config("linear", both), folder / "b")))
 
 
 def noisy(state, share):
@@ -159,11 +161,7 @@ def test_noise_in_norms_is_no_reason_for_a_map(kind, tmp_path):
             for name, x in state.items()
         },
     )
-    both = [pair.reference, near]
-    aligned = config("rotation_linear", both, parameters={"align_residual": kind})
-    first = weights(merged(aligned, tmp_path / "a"))
-    second = weights(merged(config("linear", both), tmp_path / "b"))
-    assert all(torch.equal(first[name], second[name]) for name in second)
+    assert_merged_as_plain([pair.reference, near], kind, tmp_path)
 
 
 @pytest.mark.parametrize("kind", ["permutation", "orthogonal"])
@@ -262,28 +260,29 @@ def test_untrained_rows_of_the_embeddings(tmp_path):
     assert pair.distance(out, source) < 1e-3
 
 
+def frankenmerge(pair, **parameters):
+    """The first layer of the reference, then the second one of the twin."""
+    return {
+        "merge_method": "rotation_passthrough",
+        "slices": [
+            {"sources": [{"model": str(pair.reference), "layer_range": [0, 1]}]},
+            {"sources": [{"model": str(pair.twin), "layer_range": [1, 2]}]},
+        ],
+        "parameters": parameters,
+        "dtype": "float32",
+    }
+
+
 def test_a_frankenmerge_speaks_one_language(tmp_path):
     pair = Pair(tmp_path)
-    slices = [
-        {"sources": [{"model": str(pair.reference), "layer_range": [0, 1]}]},
-        {"sources": [{"model": str(pair.twin), "layer_range": [1, 2]}]},
-    ]
-    entries = {"merge_method": "rotation_passthrough", "slices": slices, "dtype": "float32"}
-    local = merged(entries, tmp_path / "local")
-    assert pair.distance(local) > 0.1
-    entries["parameters"] = {"align_residual": "orthogonal"}
+    assert pair.distance(merged(frankenmerge(pair), tmp_path / "local")) > 0.1
+    entries = frankenmerge(pair, align_residual="orthogonal")
     assert pair.distance(merged(entries, tmp_path / "out")) < 1e-3
 
 
 def test_the_summary_of_a_frankenmerge_claims_the_map_alone(tmp_path):
     pair = Pair(tmp_path)
-    slices = [
-        {"sources": [{"model": str(pair.reference), "layer_range": [0, 1]}]},
-        {"sources": [{"model": str(pair.twin), "layer_range": [1, 2]}]},
-    ]
-    parameters = {"align_residual": "orthogonal"}
-    entries = {"merge_method": "rotation_passthrough", "slices": slices, "parameters": parameters}
-    file = write({**entries, "dtype": "float32"}, tmp_path)
+    file = write(frankenmerge(pair, align_residual="orthogonal"), tmp_path)
     result = command("mergekit-yaml", str(file), str(tmp_path / "out"), "--no-write-model-card")
     lines = [line for line in result.stderr.splitlines() if line.startswith("aligned ")]
     assert len(lines) == 1 and "residual stream moved" in lines[0], result.stderr
@@ -415,16 +414,10 @@ def test_saved_transformations_are_applied_without_the_reference(kind, tmp_path)
 
 def test_a_frankenmerge_is_reproduced_from_its_file(tmp_path):
     pair = Pair(tmp_path)
-    slices = [
-        {"sources": [{"model": str(pair.reference), "layer_range": [0, 1]}]},
-        {"sources": [{"model": str(pair.twin), "layer_range": [1, 2]}]},
-    ]
-    entries = {"merge_method": "rotation_passthrough", "slices": slices, "dtype": "float32"}
     file = str(tmp_path / "t.safetensors")
-    entries["parameters"] = {"align_residual": "orthogonal", "align_save": file}
+    entries = frankenmerge(pair, align_residual="orthogonal", align_save=file)
     first = weights(merged(entries, tmp_path / "first"))
-    entries["parameters"] = {"align_load": file}
-    second = weights(merged(entries, tmp_path / "second"))
+    second = weights(merged(frankenmerge(pair, align_load=file), tmp_path / "second"))
     assert same(first, second)
     assert pair.distance(tmp_path / "second") < 1e-3
 

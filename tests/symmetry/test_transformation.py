@@ -21,6 +21,7 @@ from mergekit_rotation.symmetry import (
     StreamLayout,
     SymmetryError,
     act,
+    averaged_apart,
     bias_of,
     into_stream,
     out_of_stream,
@@ -678,3 +679,26 @@ def test_zero_weights_survive_the_way_there_and_back(name):
     again = applied(back, after, shape, 0, 0)
     assert equal(again, tensors)
     assert torch.equal(again["norm.weight"], tensors["norm.weight"])
+
+
+@pytest.mark.parametrize("layer_norm", [False, True])
+@given(seed=SEEDS)
+@LAW
+def test_what_averaging_norms_and_readers_apart_costs(layer_norm, seed):
+    here = layout(layer_norm, offset=0.5)
+    first, second = model(here, seed), model(here, seed + 10)
+    middle = {name: (first[name] + second[name]) / 2 for name in first}
+    readers = [name for name in first if here.norm_of(name) and name not in FOLDED]
+    folded = [into_stream(side, readers, here, None) for side in (first, second, middle)]
+    for name in readers:
+        a, b, average = (side[name] for side in folded)
+        missed = 4 * (average - (a + b) / 2).square().sum()
+        # Squares of sums of D products of numbers below ten, which cancel.
+        size = sum(side[name].square().sum() for side in folded) + D * 10**2
+        cost = averaged_apart(name, first, second, here)
+        assert abs(cost - missed) <= tolerance(D * len(a)) * size
+        if not layer_norm and name.endswith("bias"):
+            assert cost == 0
+        else:
+            assert cost > 0
+    assert averaged_apart("out.weight", first, second, here) == 0
