@@ -86,7 +86,7 @@ def write(model: Path, folder: Path, state: dict[str, torch.Tensor]) -> Path:
 
 def family_of(model: Path) -> tuple[PretrainedConfig, Family]:
     config = AutoConfig.from_pretrained(model)
-    family = find_family(config.model_type, config.architectures[0])
+    family = find_family(config, config.architectures[0])
     assert family is not None, "not a supported family"
     return config, family
 
@@ -130,7 +130,7 @@ def other_coordinates(
     config, family = family_of(model)
     layer, result = family.layer(config), dict(state)
     for index in range(config.num_hidden_layers):
-        for block in layer.blocks:
+        for block in family.layer(config, index).blocks:
             transformation = draw(block.layout, generator)
             for template, pattern in block.layout.patterns.items():
                 name = template.replace("${layer_index}", str(index))

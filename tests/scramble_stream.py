@@ -5,6 +5,8 @@ between: it shares no code with the package it tests. The stream of width D runs
 
     embeddings [*, D]   writers [D, *]   norms [D]   readers [*, D]
 
+(packed experts: writers [E, D, *], readers [E, *, D])
+
 All vectors of the stream become `turn @ vector`, with one D x D matrix for the whole model:
 embeddings become `E @ turn.T`, writers `turn @ W`, readers `W @ turn.T`. What `turn` may be depends
 on the norms, see `scramble_stream`. Everything is computed in float64.
@@ -17,7 +19,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from scramble import NAMES, StateDict, _moved_permutation, _orthogonal, _prefixes, _signs
+from scramble import (
+    NAMES,
+    StateDict,
+    _moved_permutation,
+    _orthogonal,
+    _prefixes,
+    _signs,
+    key_of,
+    mlp_names,
+)
 
 KINDS = ("orthogonal", "permutation")
 
@@ -40,7 +51,7 @@ class Layout:
     embeddings: tuple[str, ...]
     layer_norm: bool
     before: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
-    """Norms in front of readers, with the roles of the readers."""
+    """Norms in front of readers, with the roles of the readers. Others read the bare stream."""
     behind: tuple[str, ...] = ()
     """Norms whose output is in the stream or added to it."""
     final: str | None = None
@@ -53,7 +64,7 @@ class Layout:
 
 
 _ATTENTION = ("q", "k", "v", "qkv")
-_MLP = ("gate", "up", "gate_up")
+_MLP = ("router", "gate", "up", "gate_up")
 _READERS = _ATTENTION + _MLP
 
 _LLAMA = Layout(
@@ -61,6 +72,20 @@ _LLAMA = Layout(
     ("embed_tokens",),
     layer_norm=False,
     before={"input_layernorm": _ATTENTION, "post_attention_layernorm": _MLP},
+    final="norm",
+)
+_BEHIND = Layout(
+    "layers",
+    ("embed_tokens",),
+    layer_norm=False,
+    behind=("post_attention_layernorm", "post_feedforward_layernorm"),
+    final="norm",
+)
+_COHERE = Layout(
+    "layers",
+    ("embed_tokens",),
+    layer_norm=True,
+    before={"input_layernorm": _READERS},
     final="norm",
 )
 _GEMMA = Layout(
@@ -75,6 +100,19 @@ _GEMMA2 = Layout(
     final="norm",
     unit=1.0,
 )
+
+
+_GPT2 = Layout(
+    "h",
+    ("wte", "wpe"),
+    layer_norm=True,
+    before={"ln_1": _ATTENTION, "ln_2": _MLP},
+    final="ln_f",
+)
+
+
+def _falcon(before: Mapping[str, tuple[str, ...]]) -> Layout:
+    return Layout("h", ("word_embeddings",), layer_norm=True, before=before, final="ln_f")
 
 
 def _bert(transform: tuple[str, str, str]) -> Layout:
@@ -94,6 +132,27 @@ def _bert(transform: tuple[str, str, str]) -> Layout:
 
 LAYOUTS: dict[str, Layout] = {
     **dict.fromkeys(("llama", "mistral", "qwen2", "qwen3", "phi3"), _LLAMA),
+    **dict.fromkeys(("granite", "arcee", "mixtral", "qwen3_moe"), _LLAMA),
+    **dict.fromkeys(("olmo2", "exaone4"), _BEHIND),
+    **dict.fromkeys(("cohere", "cohere_qk_norm", "cohere2"), _COHERE),
+    "apertus": Layout(
+        "layers",
+        ("embed_tokens",),
+        layer_norm=False,
+        before={"attention_layernorm": _ATTENTION, "feedforward_layernorm": _MLP},
+        final="norm",
+    ),
+    "glm4": Layout(
+        "layers",
+        ("embed_tokens",),
+        layer_norm=False,
+        before=_LLAMA.before,
+        behind=("post_self_attn_layernorm", "post_mlp_layernorm"),
+        final="norm",
+    ),
+    "falcon_new": _falcon({"ln_attn": _ATTENTION, "ln_mlp": _MLP}),
+    "falcon_mqa": _falcon({"input_layernorm": _READERS}),
+    "falcon_alibi": _falcon(_LLAMA.before),
     "gemma": _GEMMA,
     "gemma2": _GEMMA2,
     "gemma3": _GEMMA2,
@@ -104,13 +163,7 @@ LAYOUTS: dict[str, Layout] = {
         before={"input_layernorm": _READERS},
         final="final_layernorm",
     ),
-    "gpt2": Layout(
-        "h",
-        ("wte", "wpe"),
-        layer_norm=True,
-        before={"ln_1": _ATTENTION, "ln_2": _MLP},
-        final="ln_f",
-    ),
+    **dict.fromkeys(("gpt2", "gpt_bigcode_mqa", "gpt_bigcode_mha"), _GPT2),
     "gpt_neox": Layout(
         "layers",
         ("embed_in",),
@@ -118,8 +171,9 @@ LAYOUTS: dict[str, Layout] = {
         before=_LLAMA.before,
         final="final_layer_norm",
     ),
-    "starcoder2": Layout(
-        "layers", ("embed_tokens",), layer_norm=True, before=_LLAMA.before, final="norm"
+    **dict.fromkeys(
+        ("starcoder2", "stablelm"),
+        Layout("layers", ("embed_tokens",), layer_norm=True, before=_LLAMA.before, final="norm"),
     ),
     "bert": _bert(
         (
@@ -149,6 +203,19 @@ class Norm:
     tied: bool = False
 
 
+def _names(state: Mapping[str, Tensor], layer: str, family: str) -> dict[str, list[str]]:
+    """The linear layers of a layer by role."""
+    attention = (*_ATTENTION, "o")
+    found = {r: [layer + name] for r, name in NAMES[family].items() if r in attention}
+    router, mlps = mlp_names(state, layer, family)
+    if router is not None:
+        found["router"] = [router]
+    for mlp in mlps:
+        for role, name in mlp.items():
+            found.setdefault(role, []).append(name)
+    return found
+
+
 class Stream:
     """A float64 copy of a state dict, with the names of all that touches its residual stream."""
 
@@ -160,28 +227,33 @@ class Stream:
             for name, tensor in state.items()
         }
         self.layout = layout = LAYOUTS[family]
-        names, self.layers = NAMES[family], _prefixes(state, family)
+        self.layers = _prefixes(state, family)
+        names = {layer: _names(state, layer, family) for layer in self.layers}
         self.conv1d = family == "gpt2"
         base = self.layers[0].removesuffix(f"{layout.container}.0.")
 
         self.embeddings = [f"{base}{name}.weight" for name in layout.embeddings]
-        self.writers = [layer + names[role] for layer in self.layers for role in ("o", "down")]
+        self.writers = [n for layer in self.layers for r in ("o", "down") for n in names[layer][r]]
         self.norms = [
-            Norm(layer + norm, tuple(layer + names[role] for role in roles if role in names))
+            Norm(layer + norm, tuple(n for role in roles for n in names[layer].get(role, ())))
             for layer in self.layers
             for norm, roles in layout.before.items()
         ]
         self.behind = [layer + norm for layer in self.layers for norm in layout.behind]
-        self.readers: list[str] = []
+        normed = {role for roles in layout.before.values() for role in roles}
+        self.readers = [
+            name
+            for layer in self.layers
+            for role in _READERS
+            if role not in normed
+            for name in names[layer].get(role, ())
+        ]
         """Readers with no norm in front."""
         self.tied = False
         """Whether the output matrix is the embedding matrix."""
 
         if layout.first_norm is not None:
             self.behind.append(base + layout.first_norm)
-            self.readers = [
-                layer + names[role] for layer in self.layers for role in _READERS if role in names
-            ]
             self.readers += self._encoder_heads(base)
             self.tied = self._is_embedding(layout.transform[2])
         if layout.final is not None:
@@ -211,14 +283,15 @@ class Stream:
 
     def linear(self, name: str) -> tuple[Tensor, Tensor | None]:
         """Weight as [out, in] and bias of a linear layer."""
-        weight = self.state[name + ".weight"]
+        weight = self.state[key_of(self.state, name)]
         if self._transposed(name):
             weight = weight.T
         return weight, self.state.get(name + ".bias")
 
     def set_linear(self, name: str, weight: Tensor, bias: Tensor | None = None) -> None:
         """Inverse of `linear`; a bias of None leaves the stored one alone."""
-        self.state[name + ".weight"] = weight.T if self._transposed(name) else weight
+        key = key_of(self.state, name)
+        self.state[key] = weight.T if self._transposed(name) else weight
         if bias is not None:
             self.state[name + ".bias"] = bias
 
@@ -435,7 +508,7 @@ def wrong_stream(
     forgotten = fresh()
     turn = _signed_permutation(size, source.layout.layer_norm, generator)
     _permute(forgotten, turn, True, generator)
-    down = source.writers[-1] + ".weight"
+    down = key_of(source.state, source.writers[-1])
     forgotten.state[down] = source.state[down]
     found["forgotten tensor"] = forgotten
 

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 import tiny
 from scramble_stream import KINDS, LAYOUTS, Stream, scramble_stream, wrong_stream
@@ -24,9 +24,17 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "starcoder2 without biases": ("starcoder2", {"use_bias": False}),
     "gpt_neox sequential": ("gpt_neox", {"use_parallel_residual": False}),
     "bert-masked-lm untied": ("bert-masked-lm", {"tie_word_embeddings": False}),
+    "olmo2 tied": ("olmo2", {"tie_word_embeddings": True}),
+    "cohere untied": ("cohere", {"tie_word_embeddings": False}),
+    "stablelm tied": ("stablelm", {"tie_word_embeddings": True}),
+    "stablelm without biases": ("stablelm", {"use_qkv_bias": False}),
+    "gpt_bigcode_mqa untied": ("gpt_bigcode_mqa", {"tie_word_embeddings": False}),
+    "falcon_new tied": ("falcon_new", {"tie_word_embeddings": True}),
+    "falcon_mqa untied": ("falcon_mqa", {"tie_word_embeddings": False}),
+    "mixtral tied": ("mixtral", {"tie_word_embeddings": True}),
 }
 
-NORMS_BEHIND = {"gemma2", "gemma3", "bert", "roberta", "distilbert"}
+NORMS_BEHIND = {"gemma2", "gemma3", "bert", "roberta", "distilbert", "olmo2", "exaone4", "glm4"}
 
 
 class Model:
@@ -118,6 +126,8 @@ def test_mistakes_by_family():
     assert mistakes("llama tied") == mistakes("gemma") == rms | tied
     assert mistakes("gpt2 untied") == mistakes("phi") == mistakes("bert-masked-lm") == layer_norm
     assert mistakes("gpt2") == layer_norm | tied
+    assert mistakes("olmo2") == mistakes("glm4") == mistakes("mixtral") == rms
+    assert mistakes("cohere") == mistakes("falcon_mqa") == layer_norm | tied
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -160,6 +170,9 @@ def test_norms_after_a_rotation(variant):
         ("gemma2", "lm_head"),
         ("gpt2", "lm_head"),
         ("starcoder2", "lm_head"),
+        ("cohere", "lm_head"),
+        ("gpt_bigcode_mqa", "lm_head"),
+        ("falcon_mqa", "lm_head"),
         ("bert-masked-lm", "cls.predictions.decoder"),
         ("roberta-masked-lm", "lm_head.decoder"),
         ("distilbert-masked-lm", "vocab_projector"),
@@ -195,7 +208,22 @@ def test_files(case, tmp_path: Path):
         assert all(torch.equal(from_file[name], state[name]) for name in common)
 
 
-@pytest.mark.parametrize("case", ["gemma", "gpt2", "bert-masked-lm"])
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_files_with_experts(case, tmp_path: Path):
+    """Files name every expert; changed files load as the changed state dict."""
+    model = tiny.build(case)
+    tiny.save(model, tmp_path)
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() != model.state_dict().keys()
+    for kind in KINDS:
+        state = scramble_stream(model, model.config, case, kind)
+        changed = scramble_stream(loaded, model.config, case, kind)
+        save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+        read = type(model).from_pretrained(tmp_path).state_dict()
+        assert all(torch.equal(read[name], state[name]) for name in state)
+
+
+@pytest.mark.parametrize("case", ["gemma", "gpt2", "bert-masked-lm", "mixtral"])
 def test_dtypes_and_memory(case):
     """The result has the dtypes of the input, and every tensor its own contiguous memory."""
     model = tiny.build(case, dtype=torch.bfloat16)

@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
-from scramble import PARTS, Sizes, scramble, wrong
-from tiny import FAMILIES, build, exact_outputs, inputs, outputs, restore, save
+from scramble import PARTS, Sizes, parts_of, scramble, wrong
+from tiny import FAMILIES, LAYERS, build, exact_outputs, inputs, outputs, restore, save
 
 EXACT = 1e-10
 DIFFERENT = 1e-3
@@ -36,7 +37,11 @@ def test_scramble_keeps_the_function(case: str, biases: bool) -> None:
     unchanged = scramble(source, model.config, entry.family, parts=())
     assert all(torch.equal(unchanged[name], source[name]) for name in source)
 
-    for parts in [PARTS, *[{part} for part in PARTS]]:
+    present = parts_of(entry.family)
+    absent = scramble(source, model.config, entry.family, parts=set(PARTS) - set(present))
+    assert all(torch.equal(absent[name], source[name]) for name in source)
+
+    for parts in [PARTS, *[{part} for part in present]]:
         changed = scramble(source, model.config, entry.family, seed=1, parts=parts)
         assert changed.keys() == source.keys()
         moved = [name for name in source if not torch.equal(source[name], changed[name])]
@@ -49,6 +54,29 @@ def test_scramble_keeps_the_function(case: str, biases: bool) -> None:
         assert difference > DIFFERENT, name
 
 
+def test_layers_without_a_window_may_have_rotary_embeddings() -> None:
+    """Without sliding windows, exaone4 has rotary embeddings everywhere."""
+    windows = {"sliding_window": None, "layer_types": ["full_attention"] * LAYERS}
+    model, ids = build("exaone4", **windows), inputs("exaone4")
+    changed = scramble(float64_state(model), model.config, "exaone4")
+    assert (exact_outputs(model, ids, changed) - exact_outputs(model, ids)).abs().max() < EXACT
+    assert [Sizes.of(model.config, "exaone4", layer).rotary for layer in range(LAYERS)] == [16, 16]
+
+
+@pytest.mark.parametrize("case", ["mixtral", "qwen3_moe"])
+def test_files_with_experts(case: str, tmp_path: Path) -> None:
+    """Files name every expert; a changed file loads as the changed state dict."""
+    model = build(case)
+    save(model, tmp_path)
+    loaded = load_file(tmp_path / "model.safetensors")
+    assert loaded.keys() != model.state_dict().keys()
+    changed = scramble(loaded, model.config, case)
+    save_file(changed, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    read = type(model).from_pretrained(tmp_path).state_dict()
+    state = scramble(model, model.config, case)
+    assert all(torch.equal(read[name], state[name]) for name in state)
+
+
 def test_mistakes_by_family() -> None:
     """A mistake is offered where it is one."""
 
@@ -57,10 +85,16 @@ def test_mistakes_by_family() -> None:
         return set(wrong(model, model.config, FAMILIES[case].family))
 
     always = {"forgotten bias or leg", "neurons without down"}
-    rotary, grouped = {"rotation across pairs"}, {"query heads across groups"}
+    across, grouped = {"rotation across pairs"}, {"query heads across groups"}
+    rotary, norms = across | {"the other pairing"}, {"heads without their norms"}
     assert mistakes("llama") == always | rotary | grouped
     assert mistakes("gpt_neox") == always | rotary | {"forgotten value bias"}
     assert mistakes("bert") == always | {"forgotten value bias"}
+    assert mistakes("olmo2") == always | rotary | grouped | norms
+    centred = {"signs under a LayerNorm"}
+    assert mistakes("cohere_qk_norm") == always | across | centred | grouped | norms
+    assert mistakes("falcon_alibi") == always | {"forgotten value bias", "heads under ALiBi"}
+    assert mistakes("mixtral") == always | rotary | grouped | {"experts without router"}
 
 
 @pytest.mark.parametrize("case", FAMILIES)
@@ -124,6 +158,11 @@ def test_sizes() -> None:
     assert Sizes.of(build("phi3").config, "phi3") == Sizes(2, 2, 12, 6)
     assert Sizes.of(build("gemma3").config, "gemma3") == Sizes(2, 2, 16, 16)
     assert Sizes.of(build("bert").config, "bert") == Sizes(4, 1, 12, 0)
+    assert Sizes.of(build("glm4").config, "glm4") == Sizes(2, 2, 16, 8, interleaved=True)
+    assert Sizes.of(build("falcon_new").config, "falcon_new") == Sizes(2, 2, 12, 12)
+    assert Sizes.of(build("falcon_mqa").config, "falcon_mqa") == Sizes(1, 4, 12, 12)
+    config = build("cohere2").config
+    assert [Sizes.of(config, "cohere2", layer).rotary for layer in (0, 1)] == [16, 0]
 
 
 def test_restore() -> None:

@@ -74,6 +74,39 @@ _PARTIAL_ROTARY = {
         "partial_rotary_factor": 0.5,
     }
 }
+_GRANITE_MULTIPLIERS = {
+    "embedding_multiplier": 3.0,
+    "logits_scaling": 2.0,
+    "residual_multiplier": 0.7,
+    "attention_multiplier": 0.3,
+}
+_LLAMA3_ROTARY = {
+    "rope_parameters": {
+        "rope_type": "llama3",
+        "rope_theta": 10000.0,
+        "factor": 8.0,
+        "low_freq_factor": 1.0,
+        "high_freq_factor": 4.0,
+        "original_max_position_embeddings": 16,
+    }
+}
+_SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
+_FALCON = _SPECIAL | {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "ffn_hidden_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+}
+_FALCON_NEW = {
+    "new_decoder_architecture": True,
+    "num_kv_heads": 2,
+    "tie_word_embeddings": False,
+}
+_FALCON_ALIBI = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+_EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
+_QWEN3_EXPERTS = _EXPERTS | {"num_experts": 5, "moe_intermediate_size": 28}
 _GPT2 = _SPECIAL | {
     "vocab_size": VOCABULARY,
     "n_embd": HIDDEN,
@@ -102,6 +135,7 @@ _DISTILBERT = {
 }
 _LABELS = {"num_labels": LABELS}
 _ATTENTION_BIAS = {"attention_bias": True}
+_FALCON_BIAS = {"bias": True}
 _LLAMA_BIASES = {"attention_bias": True, "mlp_bias": True}
 _MLM_HEAD = ("cls.predictions.transform.",)
 
@@ -179,6 +213,107 @@ FAMILIES: dict[str, Case] = {
     ),
     "distilbert-token-classification": _case(
         "distilbert", "DistilBertForTokenClassification", "DistilBertConfig", _DISTILBERT | _LABELS
+    ),
+    "granite": _case(
+        "granite",
+        "GraniteForCausalLM",
+        "GraniteConfig",
+        _WIDE_HEADS | _GRANITE_MULTIPLIERS,
+        biases=_LLAMA_BIASES,
+    ),
+    "arcee": _case("arcee", "ArceeForCausalLM", "ArceeConfig", _WIDE_HEADS, biases=_LLAMA_BIASES),
+    "apertus": _case(
+        "apertus",
+        "ApertusForCausalLM",
+        "ApertusConfig",
+        _WIDE_HEADS | _LLAMA3_ROTARY,
+        biases=_ATTENTION_BIAS,
+    ),
+    "olmo2": _case("olmo2", "Olmo2ForCausalLM", "Olmo2Config", _WIDE_HEADS, biases=_ATTENTION_BIAS),
+    "cohere": _case(
+        "cohere",
+        "CohereForCausalLM",
+        "CohereConfig",
+        _WIDE_HEADS | {"logit_scale": 0.5},
+        biases=_ATTENTION_BIAS,
+        mergeable=False,
+    ),
+    "cohere_qk_norm": _case(
+        "cohere_qk_norm",
+        "CohereForCausalLM",
+        "CohereConfig",
+        _WIDE_HEADS | {"logit_scale": 0.5, "use_qk_norm": True},
+        biases=_ATTENTION_BIAS,
+    ),
+    "cohere2": _case(
+        "cohere2",
+        "Cohere2ForCausalLM",
+        "Cohere2Config",
+        _WIDE_HEADS | _SLIDING | {"logit_scale": 0.5},
+        biases=_ATTENTION_BIAS,
+    ),
+    "glm4": _case("glm4", "Glm4ForCausalLM", "Glm4Config", _WIDE_HEADS | _PARTIAL_ROTARY),
+    "stablelm": _case(
+        "stablelm",
+        "StableLmForCausalLM",
+        "StableLmConfig",
+        _GROUPED | _PARTIAL_ROTARY | {"use_qkv_bias": True},
+    ),
+    "gpt_bigcode_mqa": _case(
+        "gpt_bigcode_mqa",
+        "GPTBigCodeForCausalLM",
+        "GPTBigCodeConfig",
+        _GPT2 | {"multi_query": True},
+    ),
+    "gpt_bigcode_mha": _case(
+        "gpt_bigcode_mha",
+        "GPTBigCodeForCausalLM",
+        "GPTBigCodeConfig",
+        _GPT2 | {"multi_query": False},
+    ),
+    "falcon_new": _case(
+        "falcon_new",
+        "FalconForCausalLM",
+        "FalconConfig",
+        _FALCON | _FALCON_NEW,
+        biases=_FALCON_BIAS,
+    ),
+    "falcon_mqa": _case(
+        "falcon_mqa",
+        "FalconForCausalLM",
+        "FalconConfig",
+        _FALCON | {"multi_query": True},
+        biases=_FALCON_BIAS,
+        mergeable=False,
+    ),
+    "falcon_alibi": _case(
+        "falcon_alibi",
+        "FalconForCausalLM",
+        "FalconConfig",
+        _FALCON | _FALCON_ALIBI,
+        mergeable=False,
+    ),
+    "exaone4": _case("exaone4", "Exaone4ForCausalLM", "Exaone4Config", _WIDE_HEADS | _SLIDING),
+    "mixtral": _case(
+        "mixtral",
+        "MixtralForCausalLM",
+        "MixtralConfig",
+        _WIDE_HEADS | _EXPERTS | {"num_local_experts": 5},
+    ),
+    "qwen3_moe": _case(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        _WIDE_HEADS | _QWEN3_EXPERTS | {"mlp_only_layers": [1]},
+        biases=_ATTENTION_BIAS,
+        mergeable=False,
+    ),
+    "qwen3_moe-all-experts": _case(
+        "qwen3_moe",
+        "Qwen3MoeForCausalLM",
+        "Qwen3MoeConfig",
+        _WIDE_HEADS | _QWEN3_EXPERTS,
+        biases=_ATTENTION_BIAS,
     ),
 }
 

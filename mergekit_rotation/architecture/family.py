@@ -1,10 +1,11 @@
 """The frozen models that read a family's JSON file."""
 
-from collections.abc import Mapping
+import re
+from collections.abc import Container, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, field_validator
 
@@ -13,6 +14,7 @@ from mergekit_rotation.symmetry import (
     STREAM_AXES,
     AttentionLayout,
     DirectSum,
+    ExpertLayout,
     Group,
     NeuronLayout,
     Orthogonal,
@@ -37,8 +39,17 @@ __all__ = [
 ]
 
 
+#: paths into a configuration, with the values under which something holds
+Conditions = Mapping[str, tuple[Any, ...]]
+
+
 class _Data(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+def holds(when: Conditions, config: object, layer: int = 0) -> bool:
+    """Tell whether a configuration has one of the given values at every path."""
+    return all(lookup(config, path, layer) in values for path, values in when.items())
 
 
 class HeadGroup(_Data):
@@ -48,24 +59,25 @@ class HeadGroup(_Data):
     ----------
     group : str
         ``orthogonal``; ``rotary``: a phase per frequency pair on the rotary dimensions and
-        ``orthogonal`` on the rest; ``rotary_sign``: a sign per frequency pair, the rest fixed.
+        ``orthogonal`` on the rest; ``rotary_sign``: a sign per frequency pair, the rest fixed;
+        ``none``.
     pairing : str
         Which dimensions rotary embedding pairs.
     rotary_dims : tuple of str
         Size expressions of the number of rotary dimensions.
-    unless : str, optional
-        Path of a configuration switch under which the symmetry is not there.
+    when : mapping of str to tuple
+        Under which configurations it is this group; ``[layer]`` in a path is the layer's entry.
     """
 
-    group: Literal["orthogonal", "rotary", "rotary_sign"]
+    group: Literal["orthogonal", "rotary", "rotary_sign", "none"]
     pairing: Literal["half", "interleaved"] = "half"
     rotary_dims: tuple[str, ...] = ()
-    unless: str | None = None
+    when: Conditions = {}
 
     def build(self, axis: str, config: object, sizes: Mapping[str, int]) -> Group:
         """Return the group for one configuration."""
         n = sizes[axis]
-        if self.unless is not None and lookup(config, self.unless):
+        if self.group == "none":
             return Trivial(n)
         if self.group == "orthogonal":
             return Orthogonal(n)
@@ -81,17 +93,75 @@ class HeadGroup(_Data):
 
 
 class AttentionData(_Data):
-    """Heads of one attention layer: axes ``kv``, ``g``, ``qk``, ``vo`` (see `AttentionLayout`)."""
+    """Heads of one attention layer: axes ``kv``, ``g``, ``qk``, ``vo`` (see `AttentionLayout`).
 
-    query_key: HeadGroup
+    Attributes
+    ----------
+    query_key : tuple of HeadGroup
+        The first whose conditions hold counts; without one, queries and keys are left alone.
+    value_output : HeadGroup
+    heads : bool
+        Whether heads can be reordered.
+    optional : bool
+        Whether layers without any of the tensors are to be expected.
+    tensors : mapping of str to str
+    """
+
+    query_key: tuple[HeadGroup, ...]
     value_output: HeadGroup
+    heads: bool = True
+    optional: bool = False
     tensors: Mapping[str, str]
+
+    @field_validator("query_key", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return value if isinstance(value, list | tuple) else (value,)
+
+    def build(self, config: object, sizes: Mapping[str, int], layer: int) -> "Block":
+        """Return the block of one layer."""
+        patterns, absent = _patterns(self.tensors)
+        chosen = next((g for g in self.query_key if holds(g.when, config, layer)), None)
+        layout = AttentionLayout(
+            patterns=patterns,
+            sizes=sizes,
+            query_key=(chosen or HeadGroup(group="none")).build("qk", config, sizes),
+            value_output=self.value_output.build("vo", config, sizes),
+        )
+        return Block("attention", layout, absent, self.optional, self.heads)
 
 
 class NeuronData(_Data):
     """Neurons of one feed-forward layer: axis ``f`` (see `NeuronLayout`)."""
 
+    name: str = "neurons"
     tensors: Mapping[str, str]
+
+
+class ExpertData(_Data):
+    """Experts of one layer: axis ``x``, and ``xf``, the neurons of each (see `ExpertLayout`).
+
+    Attributes
+    ----------
+    groups : tuple of str
+        Size expressions of the number of groups that a router chooses first; one without any.
+    shifted : tuple of str
+        Tensors to whose entries along ``x`` a common vector can be added (softmax routers).
+    tensors : mapping of str to str
+    """
+
+    groups: tuple[str, ...] = ()
+    shifted: tuple[str, ...] = ()
+    tensors: Mapping[str, str]
+
+    def build(self, config: object, sizes: Mapping[str, int]) -> "Block":
+        """Return the block of one layer, in which ``f`` stands for the neurons of an expert."""
+        inner = {name: re.sub(r"\bxf\b", "f", text) for name, text in self.tensors.items()}
+        patterns, absent = _patterns(inner)
+        groups = first((*self.groups, "1"), config, sizes, "groups")
+        mine = {**sizes, "f": sizes["xf"]}
+        layout = ExpertLayout(patterns, mine, groups, frozenset(self.shifted))
+        return Block("experts", layout, absent, True)
 
 
 class StreamData(_Data):
@@ -154,16 +224,32 @@ class Block:
 
     Attributes
     ----------
-    kind : {"attention", "neurons"}
-    layout : AttentionLayout or NeuronLayout
+    kind : str
+        ``attention``, ``experts``, or the name of a block of neurons.
+    layout : AttentionLayout, NeuronLayout or ExpertLayout
         Its tensor names are templates with ``${layer_index}``.
     optional : frozenset of str
         Templates that a model may lack (biases).
+    alternative : bool
+        Whether layers without any of the tensors are to be expected.
+    heads : bool
+        Whether heads can be reordered.
     """
 
-    kind: Literal["attention", "neurons"]
-    layout: AttentionLayout | NeuronLayout
+    kind: str
+    layout: AttentionLayout | NeuronLayout | ExpertLayout
     optional: frozenset[str]
+    alternative: bool = False
+    heads: bool = True
+
+    def missing(self, present: Container[str]) -> list[str]:
+        """Return the templates that a layer which has this block must hold, but does not."""
+        patterns = self.layout.patterns
+        return [name for name in patterns if name not in self.optional and name not in present]
+
+    def absent(self, present: Container[str]) -> bool:
+        """Tell whether a layer has another block in the place of this one."""
+        return self.alternative and not any(name in present for name in self.layout.patterns)
 
 
 @dataclass(frozen=True)
@@ -183,14 +269,17 @@ class Family(_Data):
         Name, also that of the file.
     models : mapping of str to tuple of str
         ``model_type`` of the configuration to the model classes whose layers look like this.
+    when : mapping of str to tuple
+        Under which configurations the file holds.
     sizes : mapping of str to tuple of str
         Axis to size expressions, in the order in which they are evaluated.
     size_names : mapping of str to str
         Axis to the field's standard term, for messages.
     prefixes : tuple of str
         What may stand before the tensor names.
-    attention, neurons
-        The symmetric blocks of every layer. A tensor name that ends in ``?`` may be absent.
+    attention, neurons, experts
+        The symmetric blocks of the layers. A tensor name that ends in ``?`` may be absent. With
+        experts or several blocks of neurons, a layer may have any of them.
     stream
         The residual stream that the blocks read and write.
     notes : str
@@ -199,11 +288,13 @@ class Family(_Data):
 
     family: str
     models: Mapping[str, tuple[str, ...]]
+    when: Conditions = {}
     sizes: Mapping[str, tuple[str, ...]]
     size_names: Mapping[str, str]
     prefixes: tuple[str, ...] = ("",)
-    attention: AttentionData
-    neurons: NeuronData
+    attention: AttentionData | None = None
+    neurons: tuple[NeuronData, ...] = ()
+    experts: ExpertData | None = None
     stream: StreamData
     notes: str = ""
 
@@ -212,13 +303,24 @@ class Family(_Data):
     def _name_every_axis(
         cls, sizes: Mapping[str, tuple[str, ...]]
     ) -> Mapping[str, tuple[str, ...]]:
-        missing = {"kv", "qk", "vo", "f", "e"} - set(sizes)
+        missing = {"kv", "qk", "vo", "e"} - set(sizes)
         if missing:
             raise ValueError(f"sizes of axes {sorted(missing)} are missing")
         return sizes
 
-    def layer(self, config: object) -> Layer:
+    @field_validator("neurons", mode="before")
+    @classmethod
+    def _one_or_more(cls, value: Any) -> Any:
+        return value if isinstance(value, list | tuple) else (value,)
+
+    def layer(self, config: object, index: int = 0) -> Layer:
         """Return the layouts of a layer for a transformers configuration.
+
+        Parameters
+        ----------
+        config : PretrainedConfig
+        index : int
+            Which layer; all have the same sizes.
 
         Raises
         ------
@@ -228,28 +330,27 @@ class Family(_Data):
         sizes: dict[str, int] = {}
         for axis, expressions in self.sizes.items():
             sizes[axis] = first(expressions, config, sizes, axis)
-        attention, absent = _patterns(self.attention.tensors)
-        heads = AttentionLayout(
-            patterns=attention,
-            sizes=sizes,
-            query_key=self.attention.query_key.build("qk", config, sizes),
-            value_output=self.attention.value_output.build("vo", config, sizes),
-        )
-        neurons, missing = _patterns(self.neurons.tensors)
-        return Layer(
-            blocks=(
-                Block("attention", heads, absent),
-                Block("neurons", NeuronLayout(neurons, sizes), missing),
-            ),
-            sizes=sizes,
-        )
+        blocks = []
+        if self.attention is not None:
+            blocks.append(self.attention.build(config, sizes, index))
+        several = len(self.neurons) > 1 or self.experts is not None
+        for data in self.neurons:
+            patterns, absent = _patterns(data.tensors)
+            blocks.append(Block(data.name, NeuronLayout(patterns, sizes), absent, several))
+        if self.experts is not None:
+            blocks.append(self.experts.build(config, sizes))
+        return Layer(tuple(blocks), sizes)
+
+    def block_tensors(self) -> dict[str, str]:
+        """Return name and pattern of the tensors of all blocks, as the data file has them."""
+        blocks = (self.attention, *self.neurons, self.experts)
+        return {n: text for data in blocks if data for n, text in data.tensors.items()}
 
     def stream_of(self, model_class: str) -> Stream:
         """Return the residual stream of a model class."""
         data = self.stream
         tensors = {**data.tensors, **data.classes.get(model_class, {})}
-        blocks = {**self.attention.tensors, **self.neurons.tensors}
-        every, _ = _patterns({**blocks, **tensors})
+        every, _ = _patterns({**self.block_tensors(), **tensors})
         patterns = {name: p for name, p in every.items() if p.axes & set(STREAM_AXES)}
         norms: dict[str, Pattern] = {}
         biases: list[str] = []
@@ -283,11 +384,12 @@ def all_families() -> tuple[Family, ...]:
     )
 
 
-def find_family(model_type: str, model_class: str) -> Family | None:
-    """Return the family that declares this model class for this ``model_type``, if any."""
+def find_family(config: Any, model_class: str) -> Family | None:
+    """Return the family that declares a model class under a configuration, if any."""
     for family in all_families():
-        if model_class in family.models.get(model_type, ()):
-            return family
+        if model_class in family.models.get(config.model_type, ()):
+            if holds(family.when, config):
+                return family
     return None
 
 

@@ -17,13 +17,18 @@ class LayoutError(ValueError):
     """A configuration from which the layout of a layer cannot be read."""
 
 
-def lookup(config: object, path: str) -> Any:
-    """Follow a dotted path through attributes and mappings; None where it ends early."""
+def lookup(config: object, path: str, layer: int = 0) -> Any:
+    """Follow a dotted path through attributes and mappings; None where it ends early.
+
+    A path that ends in ``[layer]`` leads to a list with an entry per layer.
+    """
     value: Any = config
-    for part in path.split("."):
+    for part in path.removesuffix("[layer]").split("."):
         value = value.get(part) if isinstance(value, Mapping) else getattr(value, part, None)
         if value is None:
             return None
+    if path.endswith("[layer]"):
+        return value[layer] if layer < len(value) else None
     return value
 
 

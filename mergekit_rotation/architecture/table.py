@@ -1,5 +1,6 @@
 """The table of supported families, for the README."""
 
+import re
 from collections.abc import Sequence
 
 from mergekit_rotation.architecture.family import Family, HeadGroup, all_families
@@ -8,6 +9,7 @@ _GROUPS = {
     "orthogonal": "O(d) per KV head",
     "rotary": "a phase per frequency pair",
     "rotary_sign": "a sign per frequency pair",
+    "none": "-",
 }
 
 
@@ -20,6 +22,7 @@ def support_table() -> str:
         "values and output",
         "heads",
         "neurons",
+        "experts",
         "residual stream",
         "left alone",
     )
@@ -33,20 +36,40 @@ def _line(cells: Sequence[str]) -> str:
 
 def _row(family: Family) -> str:
     classes = ", ".join(f"`{name}`" for names in family.models.values() for name in names)
-    grouped = "KV groups, query heads inside" if "g" in family.sizes else "all heads"
-    signed = any("~f" in pattern for pattern in family.neurons.tensors.values())
-    neurons = "permutation and signs" if signed else "permutation"
     cells = [
         family.family,
         classes,
-        _group(family.attention.query_key),
-        _group(family.attention.value_output),
-        grouped,
-        neurons,
+        *_attention(family),
+        _neurons(family),
+        _experts(family),
         _stream(family),
         family.notes or "-",
     ]
     return _line(cells)
+
+
+def _attention(family: Family) -> tuple[str, str, str]:
+    data = family.attention
+    if data is None:
+        return "-", "-", "-"
+    heads = "KV groups, query heads inside" if "g" in family.sizes else "all heads"
+    queries = " or ".join(_group(group) for group in data.query_key) or "-"
+    return queries, _group(data.value_output), heads if data.heads else "-"
+
+
+def _neurons(family: Family) -> str:
+    patterns = family.block_tensors().values()
+    neurons = [text for text in patterns if re.search(r"\bx?f\b", text)]
+    if not neurons:
+        return "-"
+    signed = any("~f" in text or "~xf" in text for text in neurons)
+    return "permutation and signs" if signed else "permutation"
+
+
+def _experts(family: Family) -> str:
+    if family.experts is None:
+        return "-"
+    return "permutation within and of groups" if family.experts.groups else "permutation"
 
 
 def _stream(family: Family) -> str:

@@ -8,6 +8,7 @@ from pydantic import BaseModel, ConfigDict
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.symmetry import (
     AttentionLayout,
+    ExpertLayout,
     Group,
     NeuronLayout,
     Pattern,
@@ -17,6 +18,7 @@ from mergekit_rotation.symmetry import (
     act,
     moves,
     solve_attention,
+    solve_experts,
     solve_neurons,
     working_dtype,
 )
@@ -30,12 +32,16 @@ class BlockSpec(BaseModel):
     Attributes
     ----------
     kind : str
-        ``attention`` or ``neurons``.
+        See `mergekit_rotation.architecture.Block`.
     patterns : tuple of (name, pattern)
     sizes : tuple of (axis, size)
     query_key, value_output : Group, optional
-        What acts on the heads; None for neurons.
-    use_query_key, use_value_output, use_heads, use_neurons : bool
+        What acts on the heads; None for neurons and experts.
+    expert_groups : int
+        Of experts, see `ExpertLayout`; 0 for what is not made of experts.
+    shifted : tuple of str
+        See `ExpertLayout`.
+    use_query_key, use_value_output, use_heads, use_neurons, use_experts : bool
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
@@ -45,13 +51,18 @@ class BlockSpec(BaseModel):
     sizes: tuple[tuple[str, int], ...]
     query_key: Group | None = None
     value_output: Group | None = None
+    expert_groups: int = 0
+    shifted: tuple[str, ...] = ()
     use_query_key: bool = True
     use_value_output: bool = True
     use_heads: bool = True
     use_neurons: bool = True
+    use_experts: bool = True
 
     def used(self) -> bool:
         """Tell whether any symmetry is switched on."""
+        if self.expert_groups:
+            return self.use_neurons or self.use_experts
         if self.query_key is None:
             return self.use_neurons
         return self.use_query_key or self.use_value_output or self.use_heads
@@ -83,6 +94,15 @@ class BlockSpec(BaseModel):
         patterns = {name: Pattern.parse(text) for name, text in self.patterns}
         sizes = dict(self.sizes)
         try:
+            if self.expert_groups:
+                experts = ExpertLayout(patterns, sizes, self.expert_groups, frozenset(self.shifted))
+                return solve_experts(
+                    reference,
+                    other,
+                    experts,
+                    experts=self.use_experts,
+                    neurons=self.use_neurons,
+                )
             if self.query_key is None or self.value_output is None:
                 return solve_neurons(reference, other, NeuronLayout(patterns, sizes))
             layout = AttentionLayout(patterns, sizes, self.query_key, self.value_output)

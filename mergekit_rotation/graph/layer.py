@@ -10,12 +10,17 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
-from mergekit_rotation.architecture import Block, Family
+from mergekit_rotation.architecture import Block, Family, Layer
 from mergekit_rotation.graph import parameters
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.layout import Unsupported, check_header, check_same_layout
+from mergekit_rotation.graph.layout import (
+    Unsupported,
+    check_header,
+    check_same_layout,
+    present_blocks,
+)
 from mergekit_rotation.graph.tasks import (
     AlignBlock,
     CheckedLoad,
@@ -24,7 +29,7 @@ from mergekit_rotation.graph.tasks import (
     Input,
     Leg,
 )
-from mergekit_rotation.symmetry import AttentionLayout
+from mergekit_rotation.symmetry import AttentionLayout, ExpertLayout
 
 Entry = tuple[WeightInfo, ExecuteMergeMethodTask]
 
@@ -77,9 +82,10 @@ class LayerPlan:
         self, reference: ModelReference, other: ModelReference
     ) -> dict[tuple[str, ModelReference], Input]:
         checkpoint = self.context.checkpoint
-        family, layer = check_same_layout(checkpoint(reference), checkpoint(other))
+        layers = (self._index(reference), self._index(other))
+        family, layer = check_same_layout(checkpoint(reference), checkpoint(other), layers)
         inputs: dict[tuple[str, ModelReference], Input] = {}
-        for block in layer.blocks:
+        for block in self._present(layer, family, other):
             names = self._leg_names(family, block, (reference, other))
             legs = tuple(
                 Leg(
@@ -106,25 +112,36 @@ class LayerPlan:
                 inputs[leg.name, other] = Input(model=other, task=task, leg=leg.name)
         return inputs
 
+    def _index(self, model: ModelReference) -> int:
+        """Return the layer of a model that goes into this one."""
+        own = [s for s in self.sources if s.model == model] or self.sources
+        return int(own[0].layer_range[0]) + self.offset
+
+    def _present(self, layer: Layer, family: Family, model: ModelReference) -> list[Block]:
+        """Return the blocks of a layer, without those that are alternatives to the ones it has."""
+        found = {
+            template
+            for block in layer.blocks
+            for template in block.layout.patterns
+            if self._planned(family, template) is not None
+        }
+        return present_blocks(layer, found, model)
+
+    def _planned(self, family: Family, template: str) -> str | None:
+        """Return the planned output tensor that a template stands for, if any."""
+        local = template.replace("${layer_index}", str(self.index))
+        names = (self.prefix + prefix + local for prefix in family.prefixes)
+        return next((name for name in names if name in self.entries), None)
+
     def _leg_names(
         self, family: Family, block: Block, models: Sequence[ModelReference]
     ) -> dict[str, str]:
         """Map the block's templates to the planned output tensors, prefixed as planned."""
         names: dict[str, str] = {}
         for template in block.layout.patterns:
-            local = template.replace("${layer_index}", str(self.index))
-            found = [
-                name
-                for prefix in family.prefixes
-                if (name := self.prefix + prefix + local) in self.entries
-            ]
-            if found:
-                names[template] = found[0]
-            elif template not in block.optional:
-                raise Unsupported(
-                    f"{models[1]}: mergekit does not plan the tensor {local}, which moves with "
-                    "the rest of its layer; use the method without rotation_"
-                )
+            name = self._planned(family, template)
+            if name is not None:
+                names[template] = name
             else:
                 self._warn_if_lost(family, template, models)
         return names
@@ -173,7 +190,7 @@ class LayerPlan:
 
     def _layer_weights(self, model: ModelReference) -> list[WeightInfo]:
         module = self.context.planner._model_arch(model).get_module(self.module)
-        index = self.sources[0].layer_range[0] + self.offset
+        index = self._index(model)
         if index >= module.num_layers():
             raise Unsupported(
                 f"{model}: has {module.num_layers()} layers, but layer {index} is asked for; "
@@ -227,6 +244,14 @@ class LayerPlan:
             "patterns": tuple((key, layout.patterns[t].text) for t, key in keys.items()),
             "sizes": tuple(layout.sizes.items()),
         }
+        if isinstance(layout, ExpertLayout):
+            return BlockSpec(
+                **common,
+                expert_groups=layout.groups,
+                shifted=tuple(keys[t] for t in sorted(layout.shifted) if t in keys),
+                use_experts=ask("align_experts"),
+                use_neurons=ask("align_neurons", "f"),
+            )
         if not isinstance(layout, AttentionLayout):
             return BlockSpec(**common, use_neurons=ask("align_neurons"))
         return BlockSpec(
@@ -235,7 +260,7 @@ class LayerPlan:
             value_output=layout.value_output,
             use_query_key=ask("align_query_key", "qk"),
             use_value_output=ask("align_value_output", "vo"),
-            use_heads=ask("align_heads"),
+            use_heads=block.heads and ask("align_heads"),
         )
 
     # -- rewriting --------------------------------------------------------------------------

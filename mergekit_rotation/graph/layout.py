@@ -1,8 +1,17 @@
 """Whether two checkpoints have layers that can be aligned: families, sizes, file headers."""
 
+from collections.abc import Container
+
 from mergekit.io.tasks import LoadTensor
 
-from mergekit_rotation.architecture import Family, Layer, LayoutError, find_family, supported
+from mergekit_rotation.architecture import (
+    Block,
+    Family,
+    Layer,
+    LayoutError,
+    find_family,
+    supported,
+)
 from mergekit_rotation.graph.checkpoints import FLOATING, Checkpoint
 from mergekit_rotation.graph.errors import RotationError
 
@@ -11,8 +20,8 @@ class Unsupported(Exception):
     """A model or layer that does not fit the reference; the message names the remedy."""
 
 
-def layout_of(checkpoint: Checkpoint) -> tuple[Family, Layer]:
-    """Return the family of a model and the layout of its layers.
+def layout_of(checkpoint: Checkpoint, index: int = 0) -> tuple[Family, Layer]:
+    """Return the family of a model and the layout of one of its layers.
 
     Raises
     ------
@@ -21,28 +30,30 @@ def layout_of(checkpoint: Checkpoint) -> tuple[Family, Layer]:
     """
     config = checkpoint.config
     classes = list(getattr(config, "architectures", None) or ["?"])
-    family = find_family(config.model_type, classes[0])
+    family = find_family(config, classes[0])
     if family is None:
         raise Unsupported(
             f"{checkpoint.model}: no symmetries are known for {classes[0]} ({config.model_type}); "
             f"supported are {', '.join(supported())}; use the method without rotation_"
         )
     try:
-        return family, family.layer(config)
+        return family, family.layer(config, index)
     except LayoutError as problem:
         raise Unsupported(f"{checkpoint.model}: {problem}; repair its config.json") from problem
 
 
-def check_same_layout(reference: Checkpoint, other: Checkpoint) -> tuple[Family, Layer]:
-    """Return the layout of the reference if the other model has the same.
+def check_same_layout(
+    reference: Checkpoint, other: Checkpoint, layers: tuple[int, int] = (0, 0)
+) -> tuple[Family, Layer]:
+    """Return the layout of a layer of the reference if that of the other model has the same.
 
     Raises
     ------
     Unsupported
         Naming the first size that differs.
     """
-    family, ours = layout_of(reference)
-    _, theirs = layout_of(other)
+    family, ours = layout_of(reference, layers[0])
+    _, theirs = layout_of(other, layers[1])
     for axis, size in ours.sizes.items():
         if theirs.sizes.get(axis) != size:
             raise Unsupported(
@@ -53,10 +64,34 @@ def check_same_layout(reference: Checkpoint, other: Checkpoint) -> tuple[Family,
     for a, b in zip(ours.blocks, theirs.blocks, strict=True):
         if a.layout != b.layout:
             raise Unsupported(
-                f"{other.model}: its {a.kind} are laid out differently from those of the "
-                f"reference {reference.model}; remove the model"
+                f"{other.model}: {a.kind} of its layer {layers[1]} differ in kind from those of "
+                f"layer {layers[0]} of the reference {reference.model}; remove the model"
             )
     return family, ours
+
+
+def present_blocks(layer: Layer, present: Container[str], model: object) -> list[Block]:
+    """Return the blocks of a layer, without those that are alternatives to the ones it has.
+
+    Raises
+    ------
+    Unsupported
+        If a block lacks a tensor, or nothing is left of the layer's alternatives.
+    """
+    blocks = [block for block in layer.blocks if not block.absent(present)]
+    for block in blocks:
+        for template in block.missing(present):
+            raise Unsupported(
+                f"{model}: mergekit does not plan {template}, which moves with the rest of its "
+                "layer; use the method without rotation_"
+            )
+    feed_forward = [block for block in layer.blocks if block.kind != "attention"]
+    if feed_forward and not any(block in blocks for block in feed_forward):
+        raise Unsupported(
+            f"{model}: mergekit plans no tensor of the feed-forward part of a layer; use the "
+            "method without rotation_"
+        )
+    return blocks
 
 
 def check_header(checkpoint: Checkpoint, load: LoadTensor, expected: tuple[int, ...]) -> None:

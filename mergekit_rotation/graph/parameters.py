@@ -17,7 +17,13 @@ from pydantic import StrictBool
 
 from mergekit_rotation.graph.errors import RotationError
 
-SWITCHES = ("align_query_key", "align_value_output", "align_heads", "align_neurons")
+SWITCHES = (
+    "align_query_key",
+    "align_value_output",
+    "align_heads",
+    "align_neurons",
+    "align_experts",
+)
 CHOICES: dict[str, tuple[str, ...]] = {"align_unsupported": ("error", "skip")}
 REFERENCE = "align_reference"
 RESIDUAL = ("none", "permutation", "orthogonal")
@@ -31,7 +37,7 @@ WHOLE = (
 )
 #: written under an input
 PER_INPUT = ("align_as", "align_task_base")
-RESERVED = ("align_experts", "align_scale", "align_report")
+RESERVED = ("align_scale", "align_report")
 KNOWN = (*SWITCHES, *CHOICES, REFERENCE, *WHOLE, *PER_INPUT)
 
 _SPECS = {

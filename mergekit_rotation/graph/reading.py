@@ -7,7 +7,7 @@ import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
 
-from mergekit_rotation.architecture import Family
+from mergekit_rotation.architecture import Block, Family
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.layout import Unsupported, layout_of
 from mergekit_rotation.graph.tasks import CheckedLoad
@@ -37,7 +37,7 @@ class ModelTensors:
         self.model = model
         self.module = module
         self.checkpoint = context.checkpoint(model)
-        self.family, self.layer = layout_of(self.checkpoint)
+        self.family, self.layer = layout_of(self.checkpoint)  # of the first layer
         self.model_class = str(next(iter(self.checkpoint.config.architectures)))
         self.stream = self.family.stream_of(self.model_class)
         self._infos: dict[int | None, dict[str, WeightInfo]] = {}
@@ -46,6 +46,11 @@ class ModelTensors:
     def num_layers(self) -> int:
         """Number of layers."""
         return int(self._arch.num_layers())
+
+    def blocks(self, index: int) -> tuple[Block, ...]:
+        """Return the symmetric blocks of a layer."""
+        _, layer = layout_of(self.checkpoint, index)
+        return layer.blocks
 
     @property
     def _arch(self) -> Any:

@@ -132,6 +132,7 @@ _WORDS = {
     "g": "query heads reordered",
     "qk": "queries and keys rotated",
     "vo": "values and outputs rotated",
+    "x": "experts reordered",
     "f": "neurons reordered",
     "~f": "neurons sign-flipped",
 }

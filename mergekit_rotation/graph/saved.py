@@ -222,7 +222,7 @@ def flatten(transformation: ModelTransformation) -> dict[str, torch.Tensor]:
             elif isinstance(element, Rotate):
                 result[f"{key}/rotate/{element.axis}/{element.per}"] = element.matrix
             else:
-                result[f"{key}/sign/{element.axis}/"] = element.sign
+                result[f"{key}/sign/{element.axis}/{element.per or ''}"] = element.sign
     return result
 
 
@@ -251,4 +251,4 @@ def unflatten(data: Mapping[str, torch.Tensor]) -> ModelTransformation:
 def _element(kind: str, axis: str, per: str, x: torch.Tensor) -> Element:
     if kind == "permute":
         return Permute(axis, x, per or None)
-    return Rotate(axis, x, per) if kind == "rotate" else Sign(axis, x)
+    return Rotate(axis, x, per) if kind == "rotate" else Sign(axis, x, per or None)

@@ -14,11 +14,16 @@ from mergekit.common import ModelReference, dtype_from_name
 from mergekit.io.tasks import LoaderCache
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 
-from mergekit_rotation.architecture import Block
+from mergekit_rotation.architecture import Block, Layer
 from mergekit_rotation.graph import parameters, run, saved
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.layout import Unsupported, check_header, check_same_layout
+from mergekit_rotation.graph.layout import (
+    Unsupported,
+    check_header,
+    check_same_layout,
+    present_blocks,
+)
 from mergekit_rotation.graph.output import Output, OutputLayer, Solution
 from mergekit_rotation.graph.reading import LAYER, ModelTensors
 from mergekit_rotation.graph.rewriting import Rewriter
@@ -218,7 +223,11 @@ class WholeModels:
         self, layer: OutputLayer, subject: ModelReference, model: ModelReference, a: int, b: int
     ) -> LayerPair:
         tensors = self.output.tensors(model)
-        specs = tuple(self._spec(block, layer, subject, b) for block in tensors.layer.blocks)
+        checkpoint = self.context.checkpoint
+        _, kinds = check_same_layout(checkpoint(self._reference()), checkpoint(model), (a, b))
+        specs = tuple(
+            self._spec(block, layer, subject, b) for block in self._present(kinds, subject, b)
+        )
         for reader, index in ((self.output.tensors(self._reference()), a), (tensors, b)):
             for spec in specs:
                 for template, _ in spec.patterns:
@@ -232,6 +241,12 @@ class WholeModels:
         assert self.reference is not None
         return self.reference
 
+    def _present(self, layer: Layer, subject: ModelReference, index: int) -> list[Block]:
+        """Return the blocks that a layer of a model has."""
+        tensors = self.output.tensors(subject)
+        templates = (t for block in layer.blocks for t in block.layout.patterns)
+        return present_blocks(layer, {t for t in templates if tensors.has(t, index)}, subject)
+
     def _spec(
         self, block: Block, layer: OutputLayer, subject: ModelReference, index: int
     ) -> BlockSpec:
@@ -242,11 +257,6 @@ class WholeModels:
             info = tensors.infos(index).get(template)
             if info is not None and tensors.has(template, index):
                 names[template] = info.name
-            elif template not in block.optional:
-                raise Unsupported(
-                    f"{subject}: mergekit does not plan {template}, which moves with the rest of "
-                    "its layer; use the method without rotation_"
-                )
         return layer.plan.spec(block, {name: name for name in names}, names, subject)
 
     # -- heads and names --------------------------------------------------------------------------

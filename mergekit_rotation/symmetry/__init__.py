@@ -27,6 +27,7 @@ from mergekit_rotation.symmetry.attention import AttentionLayout, solve_attentio
 from mergekit_rotation.symmetry.axes import Pattern, Piece
 from mergekit_rotation.symmetry.chance import chance_share
 from mergekit_rotation.symmetry.errors import PatternError, SymmetryError
+from mergekit_rotation.symmetry.experts import ExpertLayout, solve_experts
 from mergekit_rotation.symmetry.groups import (
     DirectSum,
     Group,
@@ -65,6 +66,7 @@ __all__ = [
     "AttentionLayout",
     "DirectSum",
     "Element",
+    "ExpertLayout",
     "Group",
     "ModelTransformation",
     "NeuronLayout",
@@ -103,6 +105,7 @@ __all__ = [
     "out_of_stream",
     "rotary_pairs",
     "solve_attention",
+    "solve_experts",
     "solve_neurons",
     "solve_permutation",
     "solve_rotation",

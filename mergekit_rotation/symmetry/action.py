@@ -64,10 +64,14 @@ class Rotate:
 
 @dataclass(frozen=True, eq=False)
 class Sign:
-    """Multiply the signed legs (``~axis``) of an axis by +1 or -1, shape (n,)."""
+    """Multiply the signed legs (``~axis``) of an axis by +1 or -1.
+
+    ``sign`` has shape (n,), or (per, n) when it differs for each entry of the axis ``per``.
+    """
 
     axis: str
     sign: torch.Tensor
+    per: str | None = None
 
     def inverse(self) -> "Sign":
         return self
@@ -76,8 +80,14 @@ class Sign:
         if "~" + self.axis not in piece.axes:
             return piece
         dim = piece.axes.index("~" + self.axis)
-        shape = [-1 if k == dim else 1 for k in range(len(piece.axes))]
         sign = self.sign.to(device=piece.tensor.device, dtype=piece.tensor.dtype)
+        if self.per is not None:
+            per = piece.dim(self.per)
+            assert per is not None
+            sign = sign if per < dim else sign.mT
+            shape = [n if k in (per, dim) else 1 for k, n in enumerate(piece.tensor.shape)]
+        else:
+            shape = [-1 if k == dim else 1 for k in range(len(piece.axes))]
         return Piece(piece.axes, piece.tensor * sign.reshape(shape))
 
 

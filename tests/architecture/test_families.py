@@ -13,6 +13,7 @@ from mergekit_rotation.architecture.sizes import evaluate
 from mergekit_rotation.symmetry import (
     AttentionLayout,
     DirectSum,
+    ExpertLayout,
     Orthogonal,
     Permute,
     PlaneRotations,
@@ -24,6 +25,7 @@ from mergekit_rotation.symmetry import (
 )
 
 CASES = sorted(tiny.FAMILIES)
+PARTS = ("heads", "qk", "vo", "f", "x")
 DATA = {family.family: family for family in all_families()}
 
 
@@ -35,13 +37,28 @@ class Model:
         self.inputs = tiny.inputs(case)
         self.state = {k: v.double() for k, v in self.model.state_dict().items()}
         config = self.model.config
-        self.family = find_family(config.model_type, type(self.model).__name__)
+        self.family = find_family(config, type(self.model).__name__)
         assert self.family is not None
-        self.layer = self.family.layer(config)
+        self.layers = [self.family.layer(config, k) for k in range(tiny.LAYERS)]
+        self.sizes = self.layers[0].sizes
         self.base = self.outputs(self.state)
 
     def outputs(self, state):
         return tiny.exact_outputs(self.model, self.inputs, state)
+
+    def blocks(self, index):
+        """Return the blocks that a layer has."""
+        every = self.layers[index].blocks
+        return [block for block in every if not block.absent(self.templates(index))]
+
+    def templates(self, index):
+        mark = f".{index}."
+        return {
+            name.removeprefix(p).replace(mark, ".${layer_index}.")
+            for name in self.state
+            if mark in name
+            for p in self.family.prefixes
+        }
 
     def legs(self, block, index):
         """Map template to (name, pattern) of what the model has of one block of one layer."""
@@ -57,15 +74,16 @@ class Model:
 
     def tolerance(self):
         """c n eps: n products are summed between input and output, c of rounding each."""
-        sizes = self.layer.sizes
-        n = tiny.LAYERS * (sizes["e"] + sizes["f"] + sizes["heads"] * sizes["qk"])
+        sizes = self.sizes
+        width = sizes.get("f", 0) + sizes.get("x", 0) * sizes.get("xf", 0)
+        n = tiny.LAYERS * (sizes["e"] + width + sizes["heads"] * sizes["qk"])
         return 8 * n * torch.finfo(torch.float64).eps * float(self.base.abs().max())
 
     def change(self, element_of, forget=None):
         """Return the largest change of the outputs under ``element_of(block, layer)``."""
         state = dict(self.state)
         for index in range(tiny.LAYERS):
-            for block in self.layer.blocks:
+            for block in self.blocks(index):
                 transformation = element_of(block, index)
                 for template, (name, pattern) in self.legs(block, index).items():
                     if template != forget:
@@ -73,14 +91,14 @@ class Model:
         return float((self.outputs(state) - self.base).abs().max())
 
 
-def element(block, index, parts=("heads", "qk", "vo", "f"), group=None):
+def element(block, index, parts=PARTS, group=None):
     """Draw a random element of everything that a block declares."""
     generator = torch.Generator().manual_seed(100 + index)
     sizes, layout = block.layout.sizes, block.layout
     result = []
     if isinstance(layout, AttentionLayout):
         kv, m = sizes["kv"], sizes.get("g", 1)
-        if "heads" in parts:
+        if "heads" in parts and block.heads:
             result.append(Permute("kv", torch.arange(kv).roll(1)))
             if m > 1:
                 order = [torch.randperm(m, generator=generator) for _ in range(kv)]
@@ -91,6 +109,15 @@ def element(block, index, parts=("heads", "qk", "vo", "f"), group=None):
             result.append(Rotate("qk", chosen.sample(kv, generator), per="kv"))
         if "vo" in parts:
             result.append(Rotate("vo", layout.value_output.sample(kv, generator), per="kv"))
+    elif isinstance(layout, ExpertLayout):
+        experts, f, per = sizes["x"], sizes["f"], sizes["x"] // layout.groups
+        if "x" in parts:
+            order = torch.arange(experts).view(layout.groups, per).roll(1, 0).roll(1, 1)
+            result.append(Permute("x", order.flatten()))
+        if "f" in parts:
+            order = [torch.randperm(f, generator=generator) for _ in range(experts)]
+            sign = 2.0 * torch.randint(2, (experts, f), generator=generator) - 1.0
+            result += [Permute("f", torch.stack(order), per="x"), Sign("f", sign, per="x")]
     elif "f" in parts:
         f = sizes["f"]
         result.append(Permute("f", torch.randperm(f, generator=generator)))
@@ -117,9 +144,7 @@ def test_every_class_of_a_family_that_mergekit_merges_is_built():
     assert declared - built == alias_or_bare
 
 
-@pytest.mark.parametrize(
-    "parts", [("heads",), ("qk",), ("vo",), ("f",), ("heads", "qk", "vo", "f")]
-)
+@pytest.mark.parametrize("parts", [*((part,) for part in PARTS), PARTS])
 def test_random_elements_leave_the_function_unchanged(model, parts):
     change = model.change(lambda block, index: element(block, index, parts))
     assert change <= model.tolerance()
@@ -127,13 +152,18 @@ def test_random_elements_leave_the_function_unchanged(model, parts):
 
 def test_each_forgotten_leg_changes_the_function(model):
     threshold = 1e6 * model.tolerance()
-    for block in model.layer.blocks:
-        for template, (name, _) in model.legs(block, 0).items():
-            change = model.change(element, forget=template)
-            if is_key_bias_without_rotary(model, block, name):
-                assert change <= model.tolerance(), "softmax does not see a shift of all keys"
-            else:
-                assert change > threshold, template
+    legs = {
+        template: (block, name)
+        for index in range(tiny.LAYERS)
+        for block in model.blocks(index)
+        for template, (name, _) in model.legs(block, index).items()
+    }
+    for template, (block, name) in legs.items():
+        change = model.change(element, forget=template)
+        if is_key_bias_without_rotary(model, block, name):
+            assert change <= model.tolerance(), "softmax does not see a shift of all keys"
+        else:
+            assert change > threshold, template
 
 
 def is_key_bias_without_rotary(model, block, name):
@@ -145,9 +175,17 @@ def is_key_bias_without_rotary(model, block, name):
 
 
 def test_larger_groups_change_the_function(model):
-    attention = model.layer.blocks[0].layout
-    n, group = attention.query_key.n, attention.query_key
-    too_large = []
+    for index in range(tiny.LAYERS):
+        for wrong in too_large(model.blocks(index)[0].layout.query_key):
+            change = model.change(
+                lambda block, k, g=wrong, i=index: element(block, k, ("qk",), g) if k == i else ()
+            )
+            assert change > 1e6 * model.tolerance(), wrong
+
+
+def too_large(group):
+    """Groups that contain more than the given one; rotary positions see the difference."""
+    n, too_large = group.n, []
     if not isinstance(group, Orthogonal):
         too_large.append(Orthogonal(n))
         too_large.append(PlaneRotations(n, rotary_pairs(n, "interleaved")))
@@ -155,23 +193,23 @@ def test_larger_groups_change_the_function(model):
         too_large.append(PlaneRotations(n, group.pairs))
     if isinstance(group, DirectSum):
         too_large.append(PlaneRotations(n, rotary_pairs(n, "half")))
-    for wrong in too_large:
-        change = model.change(lambda block, index, g=wrong: element(block, index, ("qk",), g))
-        assert change > 1e6 * model.tolerance(), wrong
+    return too_large
 
 
 def test_query_heads_do_not_leave_their_group(model):
-    sizes = model.layer.sizes
+    sizes, attention = model.sizes, model.blocks(0)[0]
+    if not attention.heads:
+        return
     if sizes.get("g", 1) == 1:
         assert "g" not in sizes or sizes["kv"] == sizes["heads"]
         return
     swapped = {
         name: pattern.text.replace("kv g", "h")
-        for name, pattern in model.layer.blocks[0].layout.patterns.items()
+        for name, pattern in attention.layout.patterns.items()
     }
     state = dict(model.state)
     order = torch.arange(sizes["heads"]).roll(1)
-    for template, (name, pattern) in model.legs(model.layer.blocks[0], 0).items():
+    for template, (name, pattern) in model.legs(attention, 0).items():
         if " g " not in pattern.text:
             continue
         loose = pattern.parse(swapped[template])
@@ -255,5 +293,5 @@ def test_a_misspelt_entry_of_a_data_file_is_refused():
 
 
 def test_unknown_classes_have_no_family():
-    assert find_family("llama", "LlamaForQuestionAnswering") is None
-    assert find_family("unknown", "LlamaForCausalLM") is None
+    assert find_family(llama(model_type="llama"), "LlamaForQuestionAnswering") is None
+    assert find_family(llama(model_type="unknown"), "LlamaForCausalLM") is None

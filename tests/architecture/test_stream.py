@@ -42,7 +42,7 @@ class Model:
         self.state = {k: v.double() for k, v in self.model.state_dict().items()}
         self.other = {k: v.double() for k, v in tiny.build(case, 4, **build).state_dict().items()}
         config, name = self.model.config, type(self.model).__name__
-        self.family = find_family(config.model_type, name)
+        self.family = find_family(config, name)
         self.sizes = self.family.layer(config).sizes
         self.stream = self.family.stream_of(name)
         self.tied = bool(getattr(config, "tie_word_embeddings", False))

@@ -212,3 +212,14 @@ def test_fused_gate_and_up_by_hand():
     motion = (Permute("f", SWAP), Sign("f", torch.tensor([-1.0, 1.0])))
     moved = act(motion, torch.arange(1.0, 5.0), Pattern.parse("[f | ~f]"), {"f": 2})
     assert moved.tolist() == [2, 1, -4, 3]
+
+
+def test_signs_of_each_expert_by_hand():
+    """Two experts of two neurons: gate 1 2, up 3 4 and gate 5 6, up 7 8; also transposed."""
+    sign, sizes = Sign("f", torch.tensor([[1.0, -1.0], [-1.0, 1.0]]), per="x"), {"x": 2, "f": 2}
+    rows = torch.arange(1.0, 9.0).view(2, 4)
+    expected = torch.tensor([[1.0, 2, 3, -4], [5, 6, -7, 8]])
+    pattern, turned = Pattern.parse("x [f | ~f]"), Pattern.parse("[f | ~f] x")
+    assert torch.equal(act((sign,), rows, pattern, sizes), expected)
+    assert torch.equal(act((sign,), rows.mT, turned, sizes), expected.mT)
+    assert torch.equal(act(inverse((sign,)), expected, pattern, sizes), rows)
