@@ -6,7 +6,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from scramble import PARTS, Sizes, parts_of, scramble, wrong
+from scramble import NAMES, PARTS, Sizes, parts_of, scramble, wrong
 from tiny import FAMILIES, LAYERS, build, exact_outputs, inputs, outputs, restore, save
 
 EXACT = 1e-10
@@ -23,9 +23,12 @@ def float64_state(model: torch.nn.Module) -> dict[str, torch.Tensor]:
     }
 
 
+SCRAMBLED = {name: case for name, case in FAMILIES.items() if case.family in NAMES}
+
+
 @pytest.mark.parametrize(
     ("case", "biases"),
-    [(case, False) for case in FAMILIES] + [(c, True) for c, e in FAMILIES.items() if e.biases],
+    [(case, False) for case in SCRAMBLED] + [(c, True) for c, e in SCRAMBLED.items() if e.biases],
 )
 def test_scramble_keeps_the_function(case: str, biases: bool) -> None:
     """All parts together and each alone leave the outputs; every mistake changes them."""

@@ -107,6 +107,15 @@ _FALCON_NEW = {
 _FALCON_ALIBI = {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
 _EXPERTS = {"num_experts_per_tok": 2, "experts_implementation": "eager"}
 _QWEN3_EXPERTS = _EXPERTS | {"num_experts": 5, "moe_intermediate_size": 28}
+_GLM4_MOE = _EXPERTS | {
+    "n_routed_experts": 6,
+    "n_group": 2,
+    "topk_group": 2,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 28,
+    "first_k_dense_replace": 1,
+    "use_qk_norm": True,
+}
 _GPT2 = _SPECIAL | {
     "vocab_size": VOCABULARY,
     "n_embd": HIDDEN,
@@ -308,6 +317,14 @@ FAMILIES: dict[str, Case] = {
         biases=_ATTENTION_BIAS,
         mergeable=False,
     ),
+    "glm4_moe": _case(
+        "glm4_moe",
+        "Glm4MoeForCausalLM",
+        "Glm4MoeConfig",
+        _WIDE_HEADS | _PARTIAL_ROTARY | _GLM4_MOE,
+        biases=_ATTENTION_BIAS,
+        mergeable=False,
+    ),
     "qwen3_moe-all-experts": _case(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
@@ -345,9 +362,10 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> None:
     owners = {
         f"{path}.{name}" if path else name: module
         for path, module in model.named_modules()
-        for name, _ in module.named_parameters(recurse=False)
+        for name in (*module._parameters, *module._buffers)
     }
     parameters = dict(model.named_parameters(remove_duplicate=False))
+    parameters |= {n: b for n, b in model.named_buffers() if n.endswith("correction_bias")}
     seen: set[int] = set()
     for name in model.state_dict():
         parameter = parameters.get(name)

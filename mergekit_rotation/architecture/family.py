@@ -21,6 +21,7 @@ from mergekit_rotation.symmetry import (
     Pattern,
     PlaneRotations,
     PlaneSigns,
+    Signs,
     StreamLayout,
     Trivial,
     bias_of,
@@ -59,8 +60,8 @@ class HeadGroup(_Data):
     ----------
     group : str
         ``orthogonal``; ``rotary``: a phase per frequency pair on the rotary dimensions and
-        ``orthogonal`` on the rest; ``rotary_sign``: a sign per frequency pair, the rest fixed;
-        ``none``.
+        ``orthogonal`` on the rest; ``rotary_sign``: a sign per frequency pair, and ``sign`` on
+        the rest; ``sign``: a sign per dimension; ``none``.
     pairing : str
         Which dimensions rotary embedding pairs.
     rotary_dims : tuple of str
@@ -69,7 +70,7 @@ class HeadGroup(_Data):
         Under which configurations it is this group; ``[layer]`` in a path is the layer's entry.
     """
 
-    group: Literal["orthogonal", "rotary", "rotary_sign", "none"]
+    group: Literal["orthogonal", "rotary", "rotary_sign", "sign", "none"]
     pairing: Literal["half", "interleaved"] = "half"
     rotary_dims: tuple[str, ...] = ()
     when: Conditions = {}
@@ -81,6 +82,8 @@ class HeadGroup(_Data):
             return Trivial(n)
         if self.group == "orthogonal":
             return Orthogonal(n)
+        if self.group == "sign":
+            return Signs(n)
         rotary = first(self.rotary_dims, config, sizes, "rotary_dims")
         if rotary % 2 or rotary > n:
             raise LayoutError(f"{rotary} rotary dimensions in a head of {n}")
@@ -88,7 +91,7 @@ class HeadGroup(_Data):
         planes = (PlaneRotations if self.group == "rotary" else PlaneSigns)(rotary, pairs)
         if rotary == n:
             return planes
-        rest = Orthogonal(n - rotary) if self.group == "rotary" else Trivial(n - rotary)
+        rest = Orthogonal(n - rotary) if self.group == "rotary" else Signs(n - rotary)
         return DirectSum((planes, rest))
 
 
@@ -132,10 +135,25 @@ class AttentionData(_Data):
 
 
 class NeuronData(_Data):
-    """Neurons of one feed-forward layer: axis ``f`` (see `NeuronLayout`)."""
+    """Neurons of one feed-forward layer: axis ``f`` (see `NeuronLayout`).
+
+    Attributes
+    ----------
+    name : str
+    axis : str
+        What the tensors call the axis of the neurons, where a family has several.
+    tensors : mapping of str to str
+    """
 
     name: str = "neurons"
+    axis: str = "f"
     tensors: Mapping[str, str]
+
+    def build(self, sizes: Mapping[str, int], alternative: bool) -> "Block":
+        """Return the block of one layer, in which ``f`` stands for the neurons."""
+        patterns, absent = _patterns(_as_neurons(self.tensors, self.axis))
+        layout = NeuronLayout(patterns, {**sizes, "f": sizes[self.axis]})
+        return Block(self.name, layout, absent, alternative)
 
 
 class ExpertData(_Data):
@@ -156,8 +174,7 @@ class ExpertData(_Data):
 
     def build(self, config: object, sizes: Mapping[str, int]) -> "Block":
         """Return the block of one layer, in which ``f`` stands for the neurons of an expert."""
-        inner = {name: re.sub(r"\bxf\b", "f", text) for name, text in self.tensors.items()}
-        patterns, absent = _patterns(inner)
+        patterns, absent = _patterns(_as_neurons(self.tensors, "xf"))
         groups = first((*self.groups, "1"), config, sizes, "groups")
         mine = {**sizes, "f": sizes["xf"]}
         layout = ExpertLayout(patterns, mine, groups, frozenset(self.shifted))
@@ -334,9 +351,7 @@ class Family(_Data):
         if self.attention is not None:
             blocks.append(self.attention.build(config, sizes, index))
         several = len(self.neurons) > 1 or self.experts is not None
-        for data in self.neurons:
-            patterns, absent = _patterns(data.tensors)
-            blocks.append(Block(data.name, NeuronLayout(patterns, sizes), absent, several))
+        blocks += [data.build(sizes, several) for data in self.neurons]
         if self.experts is not None:
             blocks.append(self.experts.build(config, sizes))
         return Layer(tuple(blocks), sizes)
@@ -367,6 +382,10 @@ class Family(_Data):
         )
         known = {*every, *norms, *biases, *data.fixed}
         return Stream(layout, frozenset(known), data.maps, data.tied)
+
+
+def _as_neurons(tensors: Mapping[str, str], axis: str) -> dict[str, str]:
+    return {name: re.sub(rf"\b{axis}\b", "f", text) for name, text in tensors.items()}
 
 
 def _patterns(tensors: Mapping[str, str]) -> tuple[dict[str, Pattern], frozenset[str]]:

@@ -9,6 +9,7 @@ _GROUPS = {
     "orthogonal": "O(d) per KV head",
     "rotary": "a phase per frequency pair",
     "rotary_sign": "a sign per frequency pair",
+    "sign": "a sign per dimension",
     "none": "-",
 }
 
@@ -82,6 +83,6 @@ def _stream(family: Family) -> str:
 
 def _group(group: HeadGroup) -> str:
     text = _GROUPS[group.group]
-    if group.group == "rotary" and len(group.rotary_dims) > 1:
-        text += ", O on the rest"
+    if group.group.startswith("rotary") and len(group.rotary_dims) > 1:
+        text += ", O on the rest" if group.group == "rotary" else ", a sign per dimension besides"
     return text

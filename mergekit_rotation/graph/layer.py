@@ -108,7 +108,7 @@ class LayerPlan:
             for leg in legs:
                 for load in (leg.reference, leg.other):
                     pattern = spec.pattern(leg.name)
-                    check_header(checkpoint(load.model), load, pattern.shape(layer.sizes))
+                    check_header(checkpoint(load.model), load, pattern.shape(block.layout.sizes))
                 inputs[leg.name, other] = Input(model=other, task=task, leg=leg.name)
         return inputs
 

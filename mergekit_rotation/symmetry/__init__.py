@@ -35,6 +35,7 @@ from mergekit_rotation.symmetry.groups import (
     OrthogonalFixingOnes,
     PlaneRotations,
     PlaneSigns,
+    Signs,
     Trivial,
     rotary_pairs,
 )
@@ -80,6 +81,7 @@ __all__ = [
     "Piece",
     "PlaneRotations",
     "PlaneSigns",
+    "Signs",
     "Rotate",
     "Sign",
     "SignedPermutation",

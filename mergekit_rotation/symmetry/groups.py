@@ -286,6 +286,31 @@ class PlaneSigns(_Planes):
 
 
 @dataclass(frozen=True)
+class Signs(Group):
+    """One sign per dimension: what commutes with a shared RMS norm where nothing is rotary."""
+
+    n: int
+    exact = True
+    freedom = 0
+
+    def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
+        overlap = gram.diagonal(dim1=-2, dim2=-1)
+        least = 0.0 if noise is None else noise[..., None]
+        sign = torch.where(overlap < -least, -torch.ones_like(overlap), torch.ones_like(overlap))
+        return torch.diag_embed(sign)
+
+    def value(self, gram: torch.Tensor) -> torch.Tensor:
+        return gram.diagonal(dim1=-2, dim2=-1).abs().sum(-1)
+
+    def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
+        bits = torch.randint(2, (batch, self.n), generator=generator)
+        return torch.diag_embed(2.0 * bits.to(torch.float64) - 1.0)
+
+    def contains(self, g: torch.Tensor, atol: float) -> bool:
+        return bool(((g - self.project(g)).abs() <= atol).all())
+
+
+@dataclass(frozen=True)
 class DirectSum(Group):
     """Groups that act on consecutive ranges of dimensions (partial rotary embedding)."""
 

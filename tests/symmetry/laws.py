@@ -17,6 +17,7 @@ from mergekit_rotation.symmetry import (
     PlaneRotations,
     PlaneSigns,
     Rotate,
+    Signs,
     Transformation,
     Trivial,
     act,
@@ -98,7 +99,8 @@ GROUPS = {
     "signs, half": _planes(PlaneSigns, "half"),
     "signs, interleaved": _planes(PlaneSigns, "interleaved"),
     "partial rotations": lambda s: DirectSum((_planes(PlaneRotations, "half")(s), Orthogonal(s))),
-    "partial signs": lambda s: DirectSum((_planes(PlaneSigns, "half")(s), Trivial(s))),
+    "partial signs": lambda s: DirectSum((_planes(PlaneSigns, "half")(s), Signs(s))),
+    "signs": Signs,
 }
 SIZES = st.integers(1, 4)
 ANY_GROUP = st.builds(lambda name, s: GROUPS[name](s), st.sampled_from(sorted(GROUPS)), SIZES)
