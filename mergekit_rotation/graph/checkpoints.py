@@ -8,6 +8,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache, LoadTensor
 from safetensors import safe_open
 from transformers import PretrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mergekit_rotation.graph.errors import RotationError
 
@@ -35,6 +36,7 @@ class Checkpoint:
         self.config = config
         self.index = LoaderCache().get(model).index
         self._headers: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
+        self._convertible: dict[str, bool] = {}
 
     def resolve(self, load: LoadTensor) -> str | None:
         """Return the name under which mergekit will find a tensor in the files, if any."""
@@ -47,11 +49,30 @@ class Checkpoint:
         """Tell whether mergekit can load a tensor, converting the checkpoint if it has to."""
         if self.resolve(load) is not None:
             return True
-        names = set(self.index.tensor_paths)
-        return any(
-            can_convert_checkpoint_keys(self.config.model_type, names, target)
-            for target in [load.tensor, *(load.aliases or ())]
-        )
+        return any(self._can_convert(name) for name in [load.tensor, *(load.aliases or ())])
+
+    def _can_convert(self, target: str) -> bool:
+        if target not in self._convertible:  # mergekit goes through all names each time
+            names = set(self.index.tensor_paths)
+            found = can_convert_checkpoint_keys(self.config.model_type, names, target)
+            self._convertible[target] = bool(found)
+        return self._convertible[target]
+
+    def presented(self, name: str) -> set[str]:
+        """Return the names under which mergekit may hand over a stored tensor, or a part of it.
+
+        mergekit follows the conversions of transformers from the layout of files to that of
+        models: tensors are renamed, or packed into one (the experts of a layer).
+        """
+        names = {name}
+        for transform in get_checkpoint_conversion_mapping(self.config.model_type) or ():
+            for known in list(names):
+                renamed, pattern = transform.rename_source_key(known)
+                if pattern is None:
+                    continue
+                targets = list(transform.target_patterns)
+                names |= {renamed, *(renamed.replace(targets[0], t, 1) for t in targets)}
+        return names
 
     def header(self, name: str) -> tuple[tuple[int, ...], str] | None:
         """Return shape and safetensors dtype of a stored tensor; None for pickled files."""
