@@ -1,6 +1,7 @@
 """What can be known of a checkpoint before its tensors are read: names, shapes, dtypes."""
 
 import os
+from collections.abc import Sequence
 
 import torch
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
@@ -9,6 +10,7 @@ from mergekit.io.tasks import LoaderCache, LoadTensor
 from safetensors import safe_open
 from transformers import PretrainedConfig
 
+from mergekit_rotation.architecture import Family, find_family
 from mergekit_rotation.graph.errors import RotationError
 
 #: dtypes whose tensors are weights that can be moved, as safetensors headers spell them
@@ -28,11 +30,22 @@ class Checkpoint:
     model : ModelReference
         Local, or downloaded by mergekit; an adapter is merged first, as mergekit does.
     config : PretrainedConfig
+    families : sequence of Family
+        What is known, the first that fits counts.
+
+    Attributes
+    ----------
+    model_class : str
+        ``?`` if the configuration does not name it.
+    family : Family, optional
+        None if its symmetries are not known.
     """
 
-    def __init__(self, model: ModelReference, config: PretrainedConfig):
+    def __init__(self, model: ModelReference, config: PretrainedConfig, families: Sequence[Family]):
         self.model = model
         self.config = config
+        self.model_class = str(next(iter(getattr(config, "architectures", None) or ["?"])))
+        self.family = find_family(config, self.model_class, families)
         self.index = LoaderCache().get(model).index
         self._headers: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
 
