@@ -2,6 +2,8 @@
 
 import os
 from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
@@ -9,6 +11,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache, LoadTensor
 from safetensors import safe_open
 from transformers import PretrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mergekit_rotation.architecture import Family, find_family
 from mergekit_rotation.graph.errors import RotationError
@@ -65,6 +68,24 @@ class Checkpoint:
             can_convert_checkpoint_keys(self.config.model_type, names, target)
             for target in [load.tensor, *(load.aliases or ())]
         )
+
+    @cached_property
+    def _conversions(self) -> list[Any]:
+        return list(get_checkpoint_conversion_mapping(self.config.model_type) or ())
+
+    def converted(self, name: str) -> set[str]:
+        """Return the names that a stored tensor may have, alone or as a part, for mergekit.
+
+        These are its own and those that transformers' conversion of checkpoints leads to.
+        """
+        names = {name}
+        for transform in self._conversions:
+            for old in tuple(names):
+                new, matched = transform.rename_source_key(old)
+                if matched is not None:
+                    first, *others = transform.target_patterns
+                    names |= {new, *(new.replace(first, other, 1) for other in others)}
+        return names
 
     def header(self, name: str) -> tuple[tuple[int, ...], str] | None:
         """Return shape and safetensors dtype of a stored tensor; None for pickled files."""
