@@ -14,9 +14,9 @@ import yaml
 from click.testing import CliRunner, Result
 from safetensors.torch import load_file, save_file
 
-import declared
 import scramble
 import tiny
+from mergekit_rotation import proof
 
 QUIET = ("--no-copy-tokenizer", "--no-write-model-card", "--quiet")
 StateDict = dict[str, torch.Tensor]
@@ -45,7 +45,7 @@ def scrambled(case: str, seed: int) -> Callable[[StateDict], StateDict]:
     entry, config = tiny.FAMILIES[case], _config(case)
     if entry.family in scramble.NAMES:
         return lambda state: scramble.scramble(state, config, entry.family, seed=seed)
-    return lambda state: declared.scrambled(state, config, entry.model_class.__name__, seed)
+    return lambda state: proof.scrambled(state, config, entry.model_class.__name__, seed)
 
 
 @cache

@@ -5,17 +5,29 @@ vocabulary), so that a mixed-up axis fails loudly. All randomness comes from see
 the global generator is left as it was.
 """
 
-import contextlib
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 import transformers
-from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
+
+from mergekit_rotation.proof import exact_outputs, float64_exact, outputs, randomise
+
+__all__ = [
+    "FAMILIES",
+    "build",
+    "exact_outputs",
+    "float64_exact",
+    "inputs",
+    "outputs",
+    "randomise",
+    "restore",
+    "save",
+]
 
 VOCABULARY = 67
 HIDDEN = 48
@@ -27,10 +39,6 @@ LABELS = 3
 CHOICES = 3
 FIRST_ORDINARY_TOKEN = 3
 """Token ids below this one are kept for padding, start and end."""
-
-WEIGHT_GAIN = 1.5
-BIAS_STD = 0.5
-NORM_STD = 0.3
 
 
 @dataclass(frozen=True)
@@ -356,35 +364,6 @@ def build(
     return model.to(dtype).eval()
 
 
-def randomise(model: PreTrainedModel, seed: int = 0) -> None:
-    """Draw every parameter anew, in state-dict order; tied parameters are drawn once."""
-    generator = torch.Generator().manual_seed(seed)
-    owners = {
-        f"{path}.{name}" if path else name: module
-        for path, module in model.named_modules()
-        for name in (*module._parameters, *module._buffers)
-    }
-    parameters = dict(model.named_parameters(remove_duplicate=False))
-    parameters |= {n: b for n, b in model.named_buffers() if n.endswith("correction_bias")}
-    seen: set[int] = set()
-    for name in model.state_dict():
-        parameter = parameters.get(name)
-        if parameter is None or id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        noise = torch.randn(parameter.shape, generator=generator)
-        kind = type(owners[name]).__name__
-        if name.endswith("bias"):
-            noise = BIAS_STD * noise
-        elif "Norm" in kind:
-            noise = NORM_STD * noise + (0.0 if kind.startswith("Gemma") else 1.0)
-        else:
-            fan_in = parameter.shape[0 if kind == "Conv1D" else -1]
-            noise = WEIGHT_GAIN * fan_in**-0.5 * noise
-        with torch.no_grad():
-            parameter.copy_(noise)
-
-
 def inputs(case: str, seed: int = 0) -> dict[str, torch.Tensor]:
     """A batch of random ordinary tokens for a case."""
     choices = (CHOICES,) if case.endswith("multiple-choice") else ()
@@ -392,59 +371,6 @@ def inputs(case: str, seed: int = 0) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, shape, generator=generator)
     return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-
-
-def outputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """All logits of a model, or its last hidden state, flattened, as float64."""
-    with torch.no_grad():
-        result = model(**inputs)
-    values = result.logits if "logits" in result else result.last_hidden_state
-    return values.to(torch.float64).flatten()
-
-
-class _Float64(TorchFunctionMode):
-    """Turns every request for float32 into one for float64."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        if func is torch.Tensor.float:
-            func = torch.Tensor.double
-        args = tuple(torch.float64 if a is torch.float32 else a for a in args)
-        kwargs = {k: torch.float64 if v is torch.float32 else v for k, v in (kwargs or {}).items()}
-        return func(*args, **kwargs)
-
-
-@contextlib.contextmanager
-def float64_exact(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
-    """A float64 copy of a model that, inside the context, is evaluated in float64 throughout.
-
-    transformers casts up to float32 in norms, rotary embeddings and softmax; inside the context
-    these casts go to float64, and the inverse frequencies are computed anew in float64. The given
-    model is not changed. The redirection ends with the context.
-    """
-    exact = copy.deepcopy(model).double().eval()
-    with _Float64():
-        for module in exact.modules():
-            frequencies = [name for name, _ in module.named_buffers(recurse=False)]
-            if not any(name.endswith("inv_freq") for name in frequencies):
-                continue
-            fresh = type(module)(module.config)
-            for name in frequencies:
-                getattr(module, name).copy_(getattr(fresh, name))
-        yield exact
-
-
-def exact_outputs(
-    model: PreTrainedModel,
-    inputs: Mapping[str, torch.Tensor],
-    state_dict: Mapping[str, torch.Tensor] | None = None,
-) -> torch.Tensor:
-    """Outputs in float64, with the tensors of `state_dict`, if given, in place of the model's."""
-    with float64_exact(model) as exact:
-        if state_dict is not None:
-            exact.load_state_dict(state_dict)
-        return outputs(exact, inputs)
 
 
 def save(model: PreTrainedModel, folder: str | Path, **kwargs: Any) -> None:

@@ -15,14 +15,26 @@ from mergekit_rotation.architecture.family import (
     find_family,
     supported,
 )
+from mergekit_rotation.architecture.own import (
+    VARIABLE,
+    DeclarationError,
+    own_families,
+    read_families,
+    read_family,
+)
 
 __all__ = [
+    "VARIABLE",
     "Block",
+    "DeclarationError",
     "Family",
     "Layer",
     "LayoutError",
     "Stream",
     "all_families",
     "find_family",
+    "own_families",
+    "read_families",
+    "read_family",
     "supported",
 ]

@@ -1,13 +1,13 @@
 """The frozen models that read a family's JSON file."""
 
 import re
-from collections.abc import Container, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from mergekit_rotation.architecture.sizes import LayoutError, first, lookup
 from mergekit_rotation.symmetry import (
@@ -330,6 +330,28 @@ class Family(_Data):
     def _one_or_more(cls, value: Any) -> Any:
         return value if isinstance(value, list | tuple) else (value,)
 
+    @model_validator(mode="after")
+    def _know_every_name(self) -> "Family":
+        """Refuse axes without a size or a name, and norms whose readers are no tensors."""
+        unnamed = set(self.sizes) - set(self.size_names)
+        if unnamed:
+            raise ValueError(f"size_names of axes {sorted(unnamed)} are missing")
+        blocks = self.block_tensors()
+        for name, text in blocks.items():
+            unknown = Pattern.parse(text).axes - set(self.sizes)
+            if unknown:
+                raise ValueError(f"{name}: sizes of axes {sorted(unknown)} are missing")
+        per_class = self.stream.classes.values()
+        others = [self.stream.tensors, *per_class]
+        for text in (text for tensors in others for text in tensors.values()):
+            Pattern.parse(text)
+        tensors = {name.removesuffix("?") for part in (blocks, *others) for name in part}
+        for norm, readers in self.stream.norms.items():
+            strangers = set(readers) - tensors
+            if strangers:
+                raise ValueError(f"{norm}: its readers {sorted(strangers)} are no tensors")
+        return self
+
     def layer(self, config: object, index: int = 0) -> Layer:
         """Return the layouts of a layer for a transformers configuration.
 
@@ -403,9 +425,19 @@ def all_families() -> tuple[Family, ...]:
     )
 
 
-def find_family(config: Any, model_class: str) -> Family | None:
-    """Return the family that declares a model class under a configuration, if any."""
-    for family in all_families():
+def find_family(
+    config: Any, model_class: str, families: Iterable[Family] | None = None
+) -> Family | None:
+    """Return the first family that declares a model class under a configuration, if any.
+
+    Parameters
+    ----------
+    config : PretrainedConfig
+    model_class : str
+    families : iterable of Family, optional
+        Ours if not given.
+    """
+    for family in all_families() if families is None else families:
         if model_class in family.models.get(config.model_type, ()):
             if holds(family.when, config):
                 return family

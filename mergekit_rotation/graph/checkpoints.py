@@ -1,6 +1,9 @@
 """What can be known of a checkpoint before its tensors are read: names, shapes, dtypes."""
 
 import os
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any
 
 import torch
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
@@ -10,6 +13,7 @@ from safetensors import safe_open
 from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
+from mergekit_rotation.architecture import Family, find_family
 from mergekit_rotation.graph.errors import RotationError
 
 #: dtypes whose tensors are weights that can be moved, as safetensors headers spell them
@@ -29,11 +33,22 @@ class Checkpoint:
     model : ModelReference
         Local, or downloaded by mergekit; an adapter is merged first, as mergekit does.
     config : PretrainedConfig
+    families : sequence of Family
+        What is known, the first that fits counts.
+
+    Attributes
+    ----------
+    model_class : str
+        ``?`` if the configuration does not name it.
+    family : Family, optional
+        None if its symmetries are not known.
     """
 
-    def __init__(self, model: ModelReference, config: PretrainedConfig):
+    def __init__(self, model: ModelReference, config: PretrainedConfig, families: Sequence[Family]):
         self.model = model
         self.config = config
+        self.model_class = str(next(iter(getattr(config, "architectures", None) or ["?"])))
+        self.family = find_family(config, self.model_class, families)
         self.index = LoaderCache().get(model).index
         self._headers: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
         self._convertible: dict[str, bool] = {}
@@ -72,6 +87,24 @@ class Checkpoint:
                     continue
                 targets = list(transform.target_patterns)
                 names |= {renamed, *(renamed.replace(targets[0], t, 1) for t in targets)}
+        return names
+
+    @cached_property
+    def _conversions(self) -> list[Any]:
+        return list(get_checkpoint_conversion_mapping(self.config.model_type) or ())
+
+    def converted(self, name: str) -> set[str]:
+        """Return the names that a stored tensor may have, alone or as a part, for mergekit.
+
+        These are its own and those that transformers' conversion of checkpoints leads to.
+        """
+        names = {name}
+        for transform in self._conversions:
+            for old in tuple(names):
+                new, matched = transform.rename_source_key(old)
+                if matched is not None:
+                    first, *others = transform.target_patterns
+                    names |= {new, *(new.replace(first, other, 1) for other in others)}
         return names
 
     def header(self, name: str) -> tuple[tuple[int, ...], str] | None:

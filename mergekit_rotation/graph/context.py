@@ -6,6 +6,8 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoadTensor
 from mergekit.plan import MergePlanner
 
+from mergekit_rotation.architecture import DeclarationError, all_families, own_families
+from mergekit_rotation.graph import parameters
 from mergekit_rotation.graph.checkpoints import Checkpoint
 from mergekit_rotation.graph.errors import RotationError
 
@@ -18,18 +20,34 @@ class Context:
     Parameters
     ----------
     planner : MergePlanner
+
+    Raises
+    ------
+    RotationError
+        If a user's own declaration of an architecture cannot be read.
     """
 
     def __init__(self, planner: MergePlanner):
         self.planner = planner
+        try:
+            self._own = own_families(parameters.architecture(planner.config.parameters))
+        except DeclarationError as problem:
+            raise RotationError(str(problem)) from problem
         self._checkpoints: dict[ModelReference, Checkpoint] = {}
         self._warned: set[str] = set()
 
     def checkpoint(self, model: ModelReference) -> Checkpoint:
         """Return the (cached) checkpoint of a model."""
         if model not in self._checkpoints:
-            trust = self.planner.options.trust_remote_code
-            self._checkpoints[model] = Checkpoint(model, model.config(trust_remote_code=trust))
+            config = model.config(trust_remote_code=self.planner.options.trust_remote_code)
+            families = (*self._own.values(), *all_families())
+            self._checkpoints[model] = checkpoint = Checkpoint(model, config, families)
+            for file, family in self._own.items():
+                if family is checkpoint.family:
+                    self.warn_once(
+                        f"{file}: your own declaration of {family.family} is used for "
+                        f"{checkpoint.model_class}; mergekit-rotation check-architecture proves it"
+                    )
         return self._checkpoints[model]
 
     def paths(self) -> list[str]:

@@ -86,7 +86,8 @@ class LayerPlan:
         family, layer = check_same_layout(checkpoint(reference), checkpoint(other), layers)
         inputs: dict[tuple[str, ModelReference], Input] = {}
         for block in self._present(layer, family, other):
-            names = self._leg_names(family, block, (reference, other))
+            planned = {t: self._planned(family, t) for t in block.layout.patterns}
+            names = {t: name for t, name in planned.items() if name is not None}
             legs = tuple(
                 Leg(
                     name=name,
@@ -132,33 +133,6 @@ class LayerPlan:
         local = template.replace("${layer_index}", str(self.index))
         names = (self.prefix + prefix + local for prefix in family.prefixes)
         return next((name for name in names if name in self.entries), None)
-
-    def _leg_names(
-        self, family: Family, block: Block, models: Sequence[ModelReference]
-    ) -> dict[str, str]:
-        """Map the block's templates to the planned output tensors, prefixed as planned."""
-        names: dict[str, str] = {}
-        for template in block.layout.patterns:
-            name = self._planned(family, template)
-            if name is not None:
-                names[template] = name
-            else:
-                self._warn_if_lost(family, template, models)
-        return names
-
-    def _warn_if_lost(
-        self, family: Family, template: str, models: Sequence[ModelReference]
-    ) -> None:
-        for model in models:
-            stored = self.context.checkpoint(model).index.tensor_paths
-            for prefix in family.prefixes:
-                name = self.prefix + prefix + template.replace("${layer_index}", "0")
-                if name in stored:
-                    self.context.warn_once(
-                        f"{model}: mergekit's definition of this architecture has no "
-                        f"{prefix + template}; these tensors will be lost in the output, with or "
-                        "without alignment"
-                    )
 
     def _load(self, name: str, model: ModelReference) -> CheckedLoad:
         """Load a leg in its own dtype: it is cast once, after it has been moved."""

@@ -9,7 +9,6 @@ from mergekit_rotation.architecture import (
     Family,
     Layer,
     LayoutError,
-    find_family,
     supported,
 )
 from mergekit_rotation.graph.checkpoints import FLOATING, Checkpoint
@@ -28,13 +27,12 @@ def layout_of(checkpoint: Checkpoint, index: int = 0) -> tuple[Family, Layer]:
     Unsupported
         If there is no data file for its class, or its configuration contradicts itself.
     """
-    config = checkpoint.config
-    classes = list(getattr(config, "architectures", None) or ["?"])
-    family = find_family(config, classes[0])
+    config, family = checkpoint.config, checkpoint.family
     if family is None:
         raise Unsupported(
-            f"{checkpoint.model}: no symmetries are known for {classes[0]} ({config.model_type}); "
-            f"supported are {', '.join(supported())}; use the method without rotation_"
+            f"{checkpoint.model}: no symmetries are known for {checkpoint.model_class} "
+            f"({config.model_type}); supported are {', '.join(supported())}; use the method "
+            "without rotation_, or declare them in a file of your own (align_architecture)"
         )
     try:
         return family, family.layer(config, index)

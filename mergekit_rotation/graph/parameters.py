@@ -34,6 +34,7 @@ WHOLE = (
     "align_save",
     "align_load",
     "align_load_unchecked",
+    "align_architecture",
 )
 #: written under an input
 PER_INPUT = ("align_as", "align_task_base")
@@ -253,6 +254,12 @@ def named_models(config: MergeConfiguration) -> list[ModelReference]:
     inputs += [entry for output in outputs for entry in output.models or []]
     found = [named_model(name, [i.parameters]) for i in inputs for name in PER_INPUT]
     return list(dict.fromkeys(model for model in found if model is not None))
+
+
+def architecture(settings: Mapping[str, Any] | None) -> str | None:
+    """Return ``align_architecture`` from the top-level ``parameters:``."""
+    path = (settings or {}).get("align_architecture")
+    return str(path) if path else None
 
 
 def explicit_reference(settings: Sequence[Mapping[str, Any] | None]) -> ModelReference | None:

@@ -19,6 +19,7 @@ from mergekit_rotation.graph import methods, parameters
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.layer import Entry, LayerPlan, rewrap, unwrap
+from mergekit_rotation.graph.lost import warn_of_lost
 from mergekit_rotation.graph.output import Output
 from mergekit_rotation.graph.tasks import GatherChecked
 from mergekit_rotation.graph.whole import WholeModels
@@ -120,6 +121,8 @@ class Alignment:
         planned: list[tuple[WeightInfo, Any]] = self.planner._tensors
         if self.whole is not None:
             planned = self.whole.finish(list(planned))
+        models = self.planner.config.referenced_models()
+        warn_of_lost(self.context, models, (weight.name for weight, _ in planned))
         self.planner._tensors = [(weight, self._stock(weight, task)) for weight, task in planned]
 
     # -- details ------------------------------------------------------------------------------

@@ -38,8 +38,7 @@ class ModelTensors:
         self.module = module
         self.checkpoint = context.checkpoint(model)
         self.family, self.layer = layout_of(self.checkpoint)  # of the first layer
-        self.model_class = str(next(iter(self.checkpoint.config.architectures)))
-        self.stream = self.family.stream_of(self.model_class)
+        self.stream = self.family.stream_of(self.checkpoint.model_class)
         self._infos: dict[int | None, dict[str, WeightInfo]] = {}
 
     @cached_property

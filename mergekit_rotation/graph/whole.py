@@ -25,7 +25,7 @@ from mergekit_rotation.graph.layout import (
     present_blocks,
 )
 from mergekit_rotation.graph.output import Output, OutputLayer, Solution
-from mergekit_rotation.graph.reading import LAYER, ModelTensors
+from mergekit_rotation.graph.reading import ModelTensors
 from mergekit_rotation.graph.rewriting import Rewriter
 from mergekit_rotation.graph.sides import LayerPair
 from mergekit_rotation.graph.solving import ModelSolver
@@ -158,7 +158,6 @@ class WholeModels:
                 )
             for side in (reference, other):
                 side.check_complete()
-                self._warn_if_lost(side, templates)
         if residual == "orthogonal":  # a tied head will be untied
             templates |= {h for h in other.stream.tied if self._has_head(other, h, templates)}
         options = context.planner.options
@@ -172,19 +171,6 @@ class WholeModels:
             dtype_from_name(context.planner.config.dtype),
             options.device or "cpu",
         )
-
-    def _warn_if_lost(self, model: ModelTensors, templates: frozenset[str]) -> None:
-        """Say which tensors of the stream mergekit will not write, with or without alignment."""
-        for template in model.stream.layout.patterns:
-            for prefix in model.family.prefixes:
-                name = prefix + template.replace(LAYER, "0")
-                if template not in templates and name not in tied_names(model):
-                    if name in model.checkpoint.index.tensor_paths:
-                        self.context.warn_once(
-                            f"{model.model}: mergekit's definition of this architecture has no "
-                            f"{prefix + template}; these tensors will be lost in the output, with "
-                            "or without alignment; those of the reference fit the merge"
-                        )
 
     def _templates(self, planned: Sequence[tuple[WeightInfo, Any]]) -> frozenset[str]:
         """Return the templates of the planned tensors (of any layer)."""
@@ -308,11 +294,6 @@ class WholeModels:
         """Tell whether a model ends in this head, of its own or tied to the embeddings."""
         layout = model.stream.layout
         return layout.norm_of(head) is not None and layout.reads_alone(head, templates)
-
-
-def tied_names(model: ModelTensors) -> set[str]:
-    """Names under which a model may hold its embeddings a second time."""
-    return {prefix + head for prefix in model.family.prefixes for head in model.stream.tied}
 
 
 def untie(config: Any) -> None:

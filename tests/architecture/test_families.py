@@ -7,11 +7,10 @@ float64; each leg that is forgotten, and each group that is too large, has to ch
 import pytest
 import torch
 
-import declared
 import tiny
-from declared import PARTS, element
 from mergekit_rotation.architecture import Family, LayoutError, all_families, find_family
 from mergekit_rotation.architecture.sizes import evaluate
+from mergekit_rotation.proof import PARTS, Subject, element
 from mergekit_rotation.symmetry import (
     Orthogonal,
     Permute,
@@ -27,45 +26,16 @@ DATA = {family.family: family for family in all_families()}
 REMOTE = {"baichuan", "exaone", "internlm2", "solar"}
 
 
-class Model:
-    """A tiny model in exact float64, its layers as declared, and its outputs."""
-
-    def __init__(self, case: str):
-        self.model = tiny.build(case, seed=3, biases=True)
-        self.inputs = tiny.inputs(case)
-        self.state = {k: v.double() for k, v in self.model.state_dict().items()}
-        self.config = self.model.config
-        self.family = find_family(self.config, type(self.model).__name__)
-        assert self.family is not None
-        self.sizes = self.family.layer(self.config).sizes
-        self.base = self.outputs(self.state)
-
-    def outputs(self, state):
-        return tiny.exact_outputs(self.model, self.inputs, state)
-
-    def blocks(self, index):
-        """Return the blocks that a layer has."""
-        return declared.present(self.family, self.config, index, self.state)
-
-    def legs(self, block, index):
-        return declared.legs(self.family, block, index, self.state)
-
-    def tolerance(self):
-        """c n eps: n products are summed between input and output, c of rounding each."""
-        sizes = self.sizes
-        width = sizes.get("f", 0) + sizes.get("x", 0) * sizes.get("xf", 0) + sizes.get("sf", 0)
-        n = tiny.LAYERS * (sizes["e"] + width + sizes["heads"] * sizes["qk"])
-        return 8 * n * torch.finfo(torch.float64).eps * float(self.base.abs().max())
-
-    def change(self, element_of, forget=None):
-        """Return the largest change of the outputs under ``element_of(block, layer)``."""
-        state = declared.moved(self.state, self.config, self.family, element_of, forget)
-        return float((self.outputs(state) - self.base).abs().max())
+def build(case):
+    model = tiny.build(case, biases=True)
+    family = find_family(model.config, type(model).__name__)
+    assert family is not None
+    return Subject(model, tiny.inputs(case), family)
 
 
 @pytest.fixture(scope="module", params=CASES)
 def model(request):
-    return Model(request.param)
+    return build(request.param)
 
 
 def test_every_data_file_is_proven():
@@ -87,8 +57,8 @@ def test_every_class_of_a_family_that_mergekit_merges_is_built():
 
 @pytest.mark.parametrize("parts", [*((part,) for part in PARTS), PARTS])
 def test_random_elements_leave_the_function_unchanged(model, parts):
-    change = model.change(lambda block, index: element(block, index, parts))
-    assert change <= model.tolerance()
+    state = model.moved(lambda block, index: element(block, index, parts))
+    assert model.difference(state) <= model.tolerance()
 
 
 def test_each_forgotten_leg_changes_the_function(model):
@@ -100,7 +70,7 @@ def test_each_forgotten_leg_changes_the_function(model):
         for template, (name, _) in model.legs(block, index).items()
     }
     for template, (block, name) in legs.items():
-        change = model.change(element, forget=template)
+        change = model.difference(model.moved(element, forget=template))
         if is_key_bias_without_rotary(model, block, name):
             assert change <= model.tolerance(), "softmax does not see a shift of all keys"
         else:
@@ -118,10 +88,10 @@ def is_key_bias_without_rotary(model, block, name):
 def test_larger_groups_change_the_function(model):
     for index in range(tiny.LAYERS):
         for wrong in too_large(model.blocks(index)[0].layout.query_key):
-            change = model.change(
+            state = model.moved(
                 lambda block, k, g=wrong, i=index: element(block, k, ("qk",), g) if k == i else ()
             )
-            assert change > 1e6 * model.tolerance(), wrong
+            assert model.difference(state) > 1e6 * model.tolerance(), wrong
 
 
 def too_large(group):
@@ -150,8 +120,7 @@ def test_query_heads_do_not_leave_their_group(model):
         loose = pattern.parse(swapped[template])
         all_sizes = {**sizes, "h": sizes["heads"]}
         state[name] = act((Permute("h", order),), state[name], loose, all_sizes)
-    change = float((model.outputs(state) - model.base).abs().max())
-    assert change > 1e6 * model.tolerance()
+    assert model.difference(state) > 1e6 * model.tolerance()
 
 
 # -- reading a configuration ------------------------------------------------------------------

@@ -240,11 +240,3 @@ def test_rotation_align_needs_one_model_and_a_reference(twins, tmp_path):
         assert result.exit_code == 1
         assert fragment in result.output
         assert nothing_written(tmp_path / "out")
-
-
-def test_a_bias_that_mergekit_does_not_know_is_named(tmp_path, caplog):
-    for name, seed in (("a", 0), ("b", 1)):
-        tiny.save(tiny.build("llama", seed=seed, biases=True), tmp_path / name)
-    merged(config("rotation_linear", [tmp_path / "a", tmp_path / "b"]), tmp_path / "out")
-    messages = [r.getMessage() for r in caplog.records]
-    assert sum("self_attn.q_proj.bias; these tensors will be lost" in m for m in messages) == 2

@@ -23,6 +23,7 @@ MODULES = {
 ALLOWED = {
     "symmetry": {"torch", "scipy"},
     "architecture": {"pydantic", f"{PACKAGE}.symmetry"},
+    "proof": {"torch", "transformers", f"{PACKAGE}.symmetry", f"{PACKAGE}.architecture"},
     "graph": {None, f"{PACKAGE}.symmetry", f"{PACKAGE}.architecture"},
     "startup": {f"{PACKAGE}.graph.seams"},
     "cli": {None, PACKAGE},

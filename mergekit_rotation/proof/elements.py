@@ -6,11 +6,13 @@ from typing import Any
 import torch
 
 from mergekit_rotation.architecture import Block, Family, find_family
+from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.symmetry import (
     AttentionLayout,
     ExpertLayout,
     Group,
     Pattern,
+    PatternError,
     Permute,
     Rotate,
     Sign,
@@ -19,6 +21,7 @@ from mergekit_rotation.symmetry import (
 )
 
 LAYER = "${layer_index}"
+#: kinds of symmetries of the blocks, by the axis that they act on
 PARTS = ("heads", "qk", "vo", "f", "x")
 State = dict[str, torch.Tensor]
 
@@ -29,7 +32,17 @@ def element(
     parts: Collection[str] = PARTS,
     group: Group | None = None,
 ) -> Transformation:
-    """Draw a random element of what a block declares; `group` in place of that of queries."""
+    """Draw a random element of what a block declares.
+
+    Parameters
+    ----------
+    block : Block
+    seed : int
+    parts : collection of str
+        Which of `PARTS` it moves.
+    group : Group, optional
+        In place of that of the queries and keys.
+    """
     generator = torch.Generator().manual_seed(100 + seed)
     sizes, layout = block.layout.sizes, block.layout
     result: list[Any] = []
@@ -49,8 +62,8 @@ def element(
     elif isinstance(layout, ExpertLayout):
         experts, f, per = sizes["x"], sizes["f"], sizes["x"] // layout.groups
         if "x" in parts:
-            order = torch.arange(experts).view(layout.groups, per).roll(1, 0).roll(1, 1)
-            result.append(Permute("x", order.flatten()))
+            chunks = torch.arange(experts).view(layout.groups, per)
+            result.append(Permute("x", chunks.roll(1, 0).roll(1, 1).flatten()))
         if "f" in parts:
             order = [torch.randperm(f, generator=generator) for _ in range(experts)]
             sign = 2.0 * torch.randint(2, (experts, f), generator=generator) - 1.0
@@ -77,14 +90,21 @@ def present(family: Family, config: Any, index: int, state: State) -> list[Block
 
 
 def legs(family: Family, block: Block, index: int, state: State) -> dict[str, tuple[str, Pattern]]:
-    """Map template to (name, pattern) of what a model has of one block of one layer."""
+    """Map template to (name, pattern) of what a model has of one block of one layer.
+
+    Raises
+    ------
+    ProofError
+        If a tensor that is not optional is missing.
+    """
     found = {}
     for template, pattern in block.layout.patterns.items():
         name = stored(family, template, index, state)
         if name:
             found[template] = (name, pattern)
         else:
-            assert template in block.optional, f"{template} of layer {index} is missing"
+            if template not in block.optional:
+                raise ProofError(f"{template}: layer {index} of the model has no such tensor")
     return found
 
 
@@ -95,14 +115,36 @@ def moved(
     element_of: Callable[[Block, int], Transformation],
     forget: str | None = None,
 ) -> State:
-    """Return a state dict with an element applied to every block of every layer."""
+    """Return a state dict with an element applied to every block of every layer.
+
+    Parameters
+    ----------
+    state : dict of str to Tensor
+    config : PretrainedConfig
+    family : Family
+    element_of : callable
+        The element for a block of a layer.
+    forget : str, optional
+        Template of a leg that is left as it is.
+
+    Raises
+    ------
+    ProofError
+        If a tensor is missing or does not have the shape of its pattern.
+    """
     result = dict(state)
     for index in range(config.num_hidden_layers):
         for block in present(family, config, index, state):
             transformation = element_of(block, index)
             for template, (name, pattern) in legs(family, block, index, state).items():
-                if template != forget:
+                if template == forget:
+                    continue
+                try:
                     result[name] = act(transformation, result[name], pattern, block.layout.sizes)
+                except PatternError as problem:
+                    raise ProofError(
+                        f"{name}: {problem}, by the pattern {pattern.text!r}"
+                    ) from None
     return result
 
 

@@ -1,0 +1,84 @@
+"""Tensors of an input that mergekit's definition of its architecture leaves out of the output."""
+
+import re
+from collections.abc import Iterable
+
+import torch
+from mergekit.common import ModelReference
+from mergekit.io.tasks import LoaderCache
+
+from mergekit_rotation.graph.checkpoints import Checkpoint
+from mergekit_rotation.graph.context import Context
+
+#: ends of the names of tensors that old checkpoints store and that models compute by themselves
+_COMPUTED = (".inv_freq", ".masked_bias", ".position_ids", ".attn.bias", ".attention.bias")
+
+
+def warn_of_lost(
+    context: Context, models: Iterable[ModelReference], outputs: Iterable[str]
+) -> None:
+    """Name the tensors that are lost, with or without alignment, in one warning per model.
+
+    Parameters
+    ----------
+    context : Context
+    models : iterable of ModelReference
+        Inputs of the merge.
+    outputs : iterable of str
+        Names of all planned output tensors.
+    """
+    planned = set(outputs)
+    for model in models:
+        lost = lost_tensors(context.checkpoint(model), planned | _listed(context, model))
+        if lost:
+            context.warn_once(
+                f"{model}: mergekit's definition of this architecture does not list "
+                f"{', '.join(grouped(lost))}; these tensors will be lost in the output, with or "
+                "without alignment; those of the reference fit the merge"
+            )
+
+
+def lost_tensors(checkpoint: Checkpoint, known: set[str]) -> list[str]:
+    """Return the stored tensors that are none of the known ones, in the order of the files.
+
+    Left out are tensors that a model computes by itself, and a second copy of tied embeddings.
+    """
+    return [
+        name
+        for name in checkpoint.index.tensor_paths
+        if not name.endswith(_COMPUTED)
+        and not checkpoint.converted(name) & known
+        and not _is_tied_copy(checkpoint, name)
+    ]
+
+
+def grouped(names: Iterable[str]) -> list[str]:
+    """Write the tensors of all layers as one: ``model.layers.*.bias (32 layers)``."""
+    layers: dict[str, set[str]] = {}
+    for name in names:
+        numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
+        group = layers.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), set())
+        group.update(numbers[:1])
+    return [
+        f"{group} ({len(found)} layer{'s' * (len(found) > 1)})" if found else group
+        for group, found in layers.items()
+    ]
+
+
+def _listed(context: Context, model: ModelReference) -> set[str]:
+    """Return all names that mergekit's definition has for the tensors of a model."""
+    weights = context.planner._model_arch(model).all_weights()
+    return {n for w in weights for n in (w.name, *(w.aliases or ()), *(w.tied_names or ()))}
+
+
+def _is_tied_copy(checkpoint: Checkpoint, name: str) -> bool:
+    """Tell whether a tensor is an output head that equals the embeddings it is tied to."""
+    family, stored = checkpoint.family, checkpoint.index.tensor_paths
+    if family is None:
+        return False
+    for prefix in family.prefixes:
+        embedding = family.stream.tied.get(name.removeprefix(prefix))
+        if embedding is not None and prefix + embedding in stored:
+            loader = LoaderCache().get(checkpoint.model)
+            return torch.equal(loader.get_tensor(name), loader.get_tensor(prefix + embedding))
+    return False
