@@ -97,7 +97,7 @@ def moved(
 ) -> State:
     """Return a state dict with an element applied to every block of every layer."""
     result = dict(state)
-    for index in range(config.num_hidden_layers):
+    for index in range(config.get_text_config().num_hidden_layers):
         for block in present(family, config, index, state):
             transformation = element_of(block, index)
             for template, (name, pattern) in legs(family, block, index, state).items():

@@ -46,6 +46,8 @@ class Case:
     """Config entries that turn on every optional bias. mergekit drops the extra tensors."""
     mergeable: bool = True
     """Whether mergekit 0.1.5 can merge the model at all."""
+    position_axes: int = 1
+    """How many positions each token has (time, height and width of a video)."""
     dropped: tuple[str, ...] = ()
     """Fragments of the names of tensors that a merge by mergekit 0.1.5 loses."""
 
@@ -90,6 +92,10 @@ _LLAMA3_ROTARY = {
         "original_max_position_embeddings": 16,
     }
 }
+_MINISTRAL3_ROTARY = {
+    "rope_parameters": _LLAMA3_ROTARY["rope_parameters"]
+    | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
+}
 _SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 _FALCON = _SPECIAL | {
     "vocab_size": VOCABULARY,
@@ -115,6 +121,37 @@ _GLM4_MOE = _EXPERTS | {
     "moe_intermediate_size": 28,
     "first_k_dense_replace": 1,
     "use_qk_norm": True,
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": HIDDEN,
+    "num_heads": 2,
+}
+_QWEN2_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": HIDDEN, "num_heads": 2}
+_QWEN3_VISION = _QWEN_VISION | {
+    "depth": 3,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
+_AXIAL_ROTARY = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 2, 2],
+    }
+}
+_AXIAL_ROTARY_OF_16 = {
+    "rope_parameters": _AXIAL_ROTARY["rope_parameters"] | {"mrope_section": [4, 2, 2]}
 }
 _GPT2 = _SPECIAL | {
     "vocab_size": VOCABULARY,
@@ -325,6 +362,55 @@ FAMILIES: dict[str, Case] = {
         biases=_ATTENTION_BIAS,
         mergeable=False,
     ),
+    "mistral-ministral": _case(
+        "mistral", "MinistralForCausalLM", "MinistralConfig", _WIDE_HEADS | _SLIDING
+    ),
+    "mistral-ministral3": _case(
+        "mistral", "Ministral3ForCausalLM", "Ministral3Config", _WIDE_HEADS | _MINISTRAL3_ROTARY
+    ),
+    "mistral3": _case(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        {
+            "text_config": _WIDE_HEADS | _MINISTRAL3_ROTARY | {"model_type": "ministral3"},
+            "vision_config": _VISION,
+        },
+    ),
+    "gemma3_vl": _case(
+        "gemma3_vl",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "text_config": _WIDE_HEADS | _ALTERNATING,
+            "vision_config": _VISION | {"vision_use_head": False},
+            "mm_tokens_per_image": 4,
+        },
+        biases={"text_config": _WIDE_HEADS | _ALTERNATING | _ATTENTION_BIAS},
+    ),
+    "qwen2_vl": _case(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {"text_config": _GROUPED | _AXIAL_ROTARY, "vision_config": _QWEN2_VISION},
+        position_axes=3,
+        mergeable=False,
+    ),
+    "qwen2_5_vl": _case(
+        "qwen2_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {"text_config": _GROUPED | _AXIAL_ROTARY, "vision_config": _QWEN_VISION},
+        position_axes=3,
+    ),
+    "qwen3_vl": _case(
+        "qwen3_vl",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {"text_config": _WIDE_HEADS | _AXIAL_ROTARY_OF_16, "vision_config": _QWEN3_VISION},
+        biases={"text_config": _WIDE_HEADS | _AXIAL_ROTARY_OF_16 | _ATTENTION_BIAS},
+        position_axes=3,
+    ),
     "qwen3_moe-all-experts": _case(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
@@ -391,7 +477,11 @@ def inputs(case: str, seed: int = 0) -> dict[str, torch.Tensor]:
     shape = (2, *choices, LENGTH)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, shape, generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    axes = FAMILIES[case].position_axes
+    if axes > 1:
+        batch["position_ids"] = torch.randint(POSITIONS, (axes, *shape), generator=generator)
+    return batch
 
 
 def outputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
@@ -429,6 +519,8 @@ def float64_exact(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
             frequencies = [name for name, _ in module.named_buffers(recurse=False)]
             if not any(name.endswith("inv_freq") for name in frequencies):
                 continue
+            if not hasattr(module, "config"):
+                continue  # of a vision tower, which sees nothing
             fresh = type(module)(module.config)
             for name in frequencies:
                 getattr(module, name).copy_(getattr(fresh, name))
@@ -474,6 +566,9 @@ def _demanded(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             demanded[prefix + "masked_bias"] = torch.tensor(-1e9)
             demanded[prefix + "rotary_emb.inv_freq"] = model.gpt_neox.rotary_emb.inv_freq.clone()
         return demanded
+    if type(model).__name__ == "Gemma3ForConditionalGeneration":
+        tower = model.model.vision_tower.state_dict()
+        return {f"model.vision_tower.vision_model.{n}": x.clone() for n, x in tower.items()}
     if type(model).__name__ == "BertForMaskedLM" and model.bert.pooler is None:
         size = config.hidden_size
         generator = torch.Generator().manual_seed(0)
