@@ -1,5 +1,6 @@
 """Merges of tiny models for the tests: folders, configurations, ways to run mergekit."""
 
+import copy
 import os
 import shutil
 import subprocess
@@ -41,11 +42,9 @@ def changed_copy(
 
 
 def scrambled(case: str, seed: int) -> Callable[[StateDict], StateDict]:
-    """Return a change of coordinates, made where possible by a routine of the tests alone."""
-    entry, config = tiny.FAMILIES[case], _config(case)
-    if entry.family in scramble.NAMES:
-        return lambda state: scramble.scramble(state, config, entry.family, seed=seed)
-    return lambda state: declared.scrambled(state, config, entry.model_class.__name__, seed)
+    """Return a change of coordinates, made by a routine of the tests alone."""
+    family, config = tiny.FAMILIES[case].family, _config(case)
+    return lambda state: scramble.scramble(state, config, family, seed=seed)
 
 
 @cache
@@ -62,10 +61,16 @@ class Twins:
         self.inputs = tiny.inputs(case)
         self.reference = folder / "reference"
         tiny.save(self.model, self.reference)
-        self.others = [
-            changed_copy(self.reference, folder / f"twin-{k}", scrambled(case, seed=k + 1))
-            for k in range(count)
-        ]
+        self.others = [self._twin(folder / f"twin-{k}", seed=k + 1) for k in range(count)]
+
+    def _twin(self, target: Path, seed: int) -> Path:
+        if tiny.FAMILIES[self.case].family in scramble.NAMES:
+            return changed_copy(self.reference, target, scrambled(self.case, seed))
+        twin = copy.deepcopy(self.model)
+        config, name = twin.config, type(twin).__name__
+        twin.load_state_dict(declared.scrambled(twin.state_dict(), config, name, seed))
+        tiny.save(twin, target)
+        return target
 
     def distance(self, merged: Path) -> float:
         """Largest difference of the merged model's outputs from the reference's."""

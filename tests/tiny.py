@@ -122,6 +122,40 @@ _GLM4_MOE = _EXPERTS | {
     "first_k_dense_replace": 1,
     "use_qk_norm": True,
 }
+_LATENT_HEADS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 18,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 14,
+}
+_DEEPSEEK = _EXPERTS | {
+    "n_routed_experts": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 28,
+    "first_k_dense_replace": 1,
+}
+_DEEPSEEK_V2 = _DEEPSEEK | {"topk_method": "group_limited_greedy"}
+_LLAMA4 = {
+    "intermediate_size_mlp": 88,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "no_rope_layers": [0, 1],
+    "floor_scale": 4,
+}
+_OPT = _SPECIAL | {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "word_embed_proj_dim": HIDDEN,
+    "ffn_dim": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "dropout": 0.0,
+}
 _VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -362,6 +396,83 @@ FAMILIES: dict[str, Case] = {
         biases=_ATTENTION_BIAS,
         mergeable=False,
     ),
+    "gpt_oss": _case(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        _WIDE_HEADS
+        | _EXPERTS
+        | _SLIDING
+        | _LLAMA3_ROTARY
+        | {"num_local_experts": 5, "attention_bias": True},
+    ),
+    "deepseek_v3": _case(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        _DECODER | _LATENT_HEADS | _DEEPSEEK,
+        biases=_ATTENTION_BIAS,
+        mergeable=False,
+    ),
+    "deepseek_v3-all-experts": _case(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        _DECODER | _LATENT_HEADS | _DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0},
+        biases=_ATTENTION_BIAS,
+    ),
+    "deepseek_v2": _case(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        _DECODER | _LATENT_HEADS | _DEEPSEEK_V2,
+        biases=_LLAMA_BIASES,
+        mergeable=False,
+    ),
+    "llama4": _case(
+        "llama4",
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        _WIDE_HEADS | _LLAMA4 | {"moe_layers": [1]},
+        biases=_ATTENTION_BIAS,
+    ),
+    "smollm3": _case(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        _GROUPED | {"no_rope_layers": [0, 1]},
+        biases=_LLAMA_BIASES,
+    ),
+    "llama-seed_oss": _case(
+        "llama",
+        "SeedOssForCausalLM",
+        "SeedOssConfig",
+        _WIDE_HEADS,
+        biases=_LLAMA_BIASES | {"attention_out_bias": True},
+    ),
+    "ernie4_5": _case(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        "Ernie4_5Config",
+        _WIDE_HEADS,
+        biases={"use_bias": True},
+    ),
+    "hunyuan_v1_dense": _case(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        "HunYuanDenseV1Config",
+        _WIDE_HEADS,
+        biases=_ATTENTION_BIAS,
+    ),
+    "olmo": _case("olmo", "OlmoForCausalLM", "OlmoConfig", _GROUPED, biases=_ATTENTION_BIAS),
+    "olmo2-olmo3": _case(
+        "olmo2",
+        "Olmo3ForCausalLM",
+        "Olmo3Config",
+        _WIDE_HEADS | _SLIDING,
+        biases=_ATTENTION_BIAS,
+    ),
+    "opt": _case("opt", "OPTForCausalLM", "OPTConfig", _OPT),
     "mistral-ministral": _case(
         "mistral", "MinistralForCausalLM", "MinistralConfig", _WIDE_HEADS | _SLIDING
     ),
