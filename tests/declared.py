@@ -20,6 +20,13 @@ from mergekit_rotation.symmetry import (
 
 LAYER = "${layer_index}"
 PARTS = ("heads", "qk", "vo", "f", "x")
+#: what transformers calls tensors of some files once it has loaded them
+IN_MEMORY = (
+    ("embed_out.", "lm_head."),
+    ("block_sparse_moe.input_linear.weight", "block_sparse_moe.experts.gate_up_proj"),
+    ("block_sparse_moe.output_linear.weight", "block_sparse_moe.experts.down_proj"),
+    ("block_sparse_moe.router.layer.weight", "block_sparse_moe.router.weight"),
+)
 State = dict[str, torch.Tensor]
 
 
@@ -65,6 +72,8 @@ def element(
 
 def stored(family: Family, template: str, index: int, state: Mapping[str, torch.Tensor]) -> str:
     """Return the name that a template has in a state dict; empty if it is not there."""
+    for stored_as, name in IN_MEMORY:
+        template = template.replace(stored_as, name)
     local = template.replace(LAYER, str(index))
     return next((p + local for p in family.prefixes if p + local in state), "")
 

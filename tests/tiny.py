@@ -146,6 +146,26 @@ _LLAMA4 = {
     "no_rope_layers": [0, 1],
     "floor_scale": 4,
 }
+_GRANITE4 = _GRANITE_MULTIPLIERS | {
+    "layer_types": ["full_attention", "linear_attention"],
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "eager",
+    "intermediate_size": 28,
+    "shared_intermediate_size": 56,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_d_state": 8,
+}
+_LFM2 = {"layer_types": ["full_attention", "conv"], "block_multiple_of": 8}
+_AFMOE = _SLIDING | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 28,
+    "num_dense_layers": 1,
+    "experts_implementation": "eager",
+}
 _OPT = _SPECIAL | {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -216,6 +236,7 @@ _DISTILBERT = {
 _LABELS = {"num_labels": LABELS}
 _ATTENTION_BIAS = {"attention_bias": True}
 _FALCON_BIAS = {"bias": True}
+_MAMBA_BIAS = {"mamba_proj_bias": True}
 _LLAMA_BIASES = {"attention_bias": True, "mlp_bias": True}
 _MLM_HEAD = ("cls.predictions.transform.",)
 
@@ -473,6 +494,41 @@ FAMILIES: dict[str, Case] = {
         biases=_ATTENTION_BIAS,
     ),
     "opt": _case("opt", "OPTForCausalLM", "OPTConfig", _OPT),
+    "granitemoehybrid": _case(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        _GROUPED | _GRANITE4,
+        biases=_ATTENTION_BIAS | _MAMBA_BIAS,
+    ),
+    "granitemoehybrid-rotary": _case(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        _GROUPED | _GRANITE4 | {"position_embedding_type": "rope"},
+        biases=_ATTENTION_BIAS | _MAMBA_BIAS,
+    ),
+    "lfm2": _case(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        _GROUPED | _LFM2 | {"block_auto_adjust_ff_dim": False},
+        biases={"conv_bias": True},
+    ),
+    "lfm2_adjusted": _case(
+        "lfm2_adjusted",
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        _GROUPED | _LFM2,
+        biases={"conv_bias": True},
+    ),
+    "afmoe": _case(
+        "afmoe",
+        "AfmoeForCausalLM",
+        "AfmoeConfig",
+        _WIDE_HEADS | _AFMOE,
+        biases=_ATTENTION_BIAS,
+    ),
     "mistral-ministral": _case(
         "mistral", "MinistralForCausalLM", "MinistralConfig", _WIDE_HEADS | _SLIDING
     ),

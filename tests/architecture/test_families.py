@@ -209,6 +209,8 @@ def test_size_expressions():
     assert evaluate("a / 4", config, {}) == 3
     assert evaluate("q * r.f", config, {"q": 96}) == 24
     assert evaluate("a / b", config, {}) is None
+    assert evaluate("2 * a // 5", config, {}) == 4
+    assert evaluate("a // 5 ^ 8", config, {}) == evaluate("8 ^ a // 3 * 2", config, {}) == 8
     with pytest.raises(LayoutError, match="cannot read"):
         evaluate("a + 1", config, {})
 

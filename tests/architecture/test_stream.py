@@ -9,6 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+import declared
 import tiny
 from mergekit_rotation.architecture import all_families, find_family
 from mergekit_rotation.symmetry import (
@@ -51,11 +52,7 @@ class Model:
         self.base = tiny.exact_outputs(self.model, self.inputs, self.state)
 
     def name(self, template, index):
-        if self.family.family == "gpt_neox":  # in memory, transformers calls it otherwise
-            template = template.replace("embed_out.", "lm_head.")
-        local = template.replace(LAYER, str(index))
-        names = [p + local for p in self.family.prefixes if p + local in self.state]
-        return names[0] if names else None
+        return declared.stored(self.family, template, index, self.state) or None
 
     def tensors(self, state, index):
         """Tensors by template, of one layer or (index None) of the rest; without tied heads."""
