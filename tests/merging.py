@@ -1,5 +1,6 @@
 """Merges of tiny models for the tests: folders, configurations, ways to run mergekit."""
 
+import copy
 import os
 import shutil
 import subprocess
@@ -17,6 +18,7 @@ from safetensors.torch import load_file, save_file
 import scramble
 import tiny
 from mergekit_rotation import proof
+from mergekit_rotation.architecture import find_family
 
 QUIET = ("--no-copy-tokenizer", "--no-write-model-card", "--quiet")
 StateDict = dict[str, torch.Tensor]
@@ -41,11 +43,9 @@ def changed_copy(
 
 
 def scrambled(case: str, seed: int) -> Callable[[StateDict], StateDict]:
-    """Return a change of coordinates, made where possible by a routine of the tests alone."""
-    entry, config = tiny.FAMILIES[case], _config(case)
-    if entry.family in scramble.NAMES:
-        return lambda state: scramble.scramble(state, config, entry.family, seed=seed)
-    return lambda state: proof.scrambled(state, config, entry.model_class.__name__, seed)
+    """Return a change of coordinates, made by a routine of the tests alone."""
+    family, config = tiny.FAMILIES[case].family, _config(case)
+    return lambda state: scramble.scramble(state, config, family, seed=seed)
 
 
 @cache
@@ -62,10 +62,17 @@ class Twins:
         self.inputs = tiny.inputs(case)
         self.reference = folder / "reference"
         tiny.save(self.model, self.reference)
-        self.others = [
-            changed_copy(self.reference, folder / f"twin-{k}", scrambled(case, seed=k + 1))
-            for k in range(count)
-        ]
+        self.others = [self._twin(folder / f"twin-{k}", seed=k + 1) for k in range(count)]
+
+    def _twin(self, target: Path, seed: int) -> Path:
+        if tiny.FAMILIES[self.case].family in scramble.NAMES:
+            return changed_copy(self.reference, target, scrambled(self.case, seed))
+        twin = copy.deepcopy(self.model)
+        family = find_family(twin.config, type(twin).__name__)
+        assert family is not None
+        twin.load_state_dict(proof.scrambled(twin, family, seed))
+        tiny.save(twin, target)
+        return target
 
     def distance(self, merged: Path) -> float:
         """Largest difference of the merged model's outputs from the reference's."""

@@ -54,6 +54,8 @@ class Case:
     """Config entries that turn on every optional bias. mergekit drops the extra tensors."""
     mergeable: bool = True
     """Whether mergekit 0.1.5 can merge the model at all."""
+    position_axes: int = 1
+    """How many positions each token has (time, height and width of a video)."""
     dropped: tuple[str, ...] = ()
     """Fragments of the names of tensors that a merge by mergekit 0.1.5 loses."""
 
@@ -98,6 +100,10 @@ _LLAMA3_ROTARY = {
         "original_max_position_embeddings": 16,
     }
 }
+_MINISTRAL3_ROTARY = {
+    "rope_parameters": _LLAMA3_ROTARY["rope_parameters"]
+    | {"original_max_position_embeddings": 8, "llama_4_scaling_beta": 0.1}
+}
 _SLIDING = {"sliding_window": 6, "layer_types": ["sliding_attention", "full_attention"]}
 _FALCON = _SPECIAL | {
     "vocab_size": VOCABULARY,
@@ -123,6 +129,91 @@ _GLM4_MOE = _EXPERTS | {
     "moe_intermediate_size": 28,
     "first_k_dense_replace": 1,
     "use_qk_norm": True,
+}
+_LATENT_HEADS = {
+    "num_key_value_heads": 4,
+    "q_lora_rank": 20,
+    "kv_lora_rank": 18,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 12,
+    "v_head_dim": 14,
+}
+_DEEPSEEK = _EXPERTS | {
+    "n_routed_experts": 6,
+    "n_group": 2,
+    "topk_group": 1,
+    "n_shared_experts": 2,
+    "moe_intermediate_size": 28,
+    "first_k_dense_replace": 1,
+}
+_DEEPSEEK_V2 = _DEEPSEEK | {"topk_method": "group_limited_greedy"}
+_LLAMA4 = {
+    "intermediate_size_mlp": 88,
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "no_rope_layers": [0, 1],
+    "floor_scale": 4,
+}
+_GRANITE4 = _GRANITE_MULTIPLIERS | {
+    "layer_types": ["full_attention", "linear_attention"],
+    "num_local_experts": 5,
+    "num_experts_per_tok": 2,
+    "experts_implementation": "eager",
+    "intermediate_size": 28,
+    "shared_intermediate_size": 56,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 24,
+    "mamba_d_state": 8,
+}
+_LFM2 = {"layer_types": ["full_attention", "conv"], "block_multiple_of": 8}
+_AFMOE = _SLIDING | {
+    "num_experts": 6,
+    "num_experts_per_tok": 2,
+    "num_shared_experts": 2,
+    "moe_intermediate_size": 28,
+    "num_dense_layers": 1,
+    "experts_implementation": "eager",
+}
+_OPT = _SPECIAL | {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "word_embed_proj_dim": HIDDEN,
+    "ffn_dim": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "max_position_embeddings": POSITIONS,
+    "dropout": 0.0,
+}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+}
+_QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "out_hidden_size": HIDDEN,
+    "num_heads": 2,
+}
+_QWEN2_VISION = {"depth": 1, "embed_dim": 16, "hidden_size": HIDDEN, "num_heads": 2}
+_QWEN3_VISION = _QWEN_VISION | {
+    "depth": 3,
+    "num_position_embeddings": 16,
+    "deepstack_visual_indexes": [0, 1, 2],
+}
+_AXIAL_ROTARY = {
+    "rope_parameters": {
+        "rope_type": "default",
+        "rope_theta": 10000.0,
+        "mrope_section": [2, 2, 2],
+    }
+}
+_AXIAL_ROTARY_OF_16 = {
+    "rope_parameters": _AXIAL_ROTARY["rope_parameters"] | {"mrope_section": [4, 2, 2]}
 }
 _GPT2 = _SPECIAL | {
     "vocab_size": VOCABULARY,
@@ -153,6 +244,7 @@ _DISTILBERT = {
 _LABELS = {"num_labels": LABELS}
 _ATTENTION_BIAS = {"attention_bias": True}
 _FALCON_BIAS = {"bias": True}
+_MAMBA_BIAS = {"mamba_proj_bias": True}
 _LLAMA_BIASES = {"attention_bias": True, "mlp_bias": True}
 _MLM_HEAD = ("cls.predictions.transform.",)
 
@@ -333,6 +425,167 @@ FAMILIES: dict[str, Case] = {
         biases=_ATTENTION_BIAS,
         mergeable=False,
     ),
+    "gpt_oss": _case(
+        "gpt_oss",
+        "GptOssForCausalLM",
+        "GptOssConfig",
+        _WIDE_HEADS
+        | _EXPERTS
+        | _SLIDING
+        | _LLAMA3_ROTARY
+        | {"num_local_experts": 5, "attention_bias": True},
+    ),
+    "deepseek_v3": _case(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        _DECODER | _LATENT_HEADS | _DEEPSEEK,
+        biases=_ATTENTION_BIAS,
+        mergeable=False,
+    ),
+    "deepseek_v3-all-experts": _case(
+        "deepseek_v3",
+        "DeepseekV3ForCausalLM",
+        "DeepseekV3Config",
+        _DECODER | _LATENT_HEADS | _DEEPSEEK | {"q_lora_rank": None, "first_k_dense_replace": 0},
+        biases=_ATTENTION_BIAS,
+    ),
+    "deepseek_v2": _case(
+        "deepseek_v2",
+        "DeepseekV2ForCausalLM",
+        "DeepseekV2Config",
+        _DECODER | _LATENT_HEADS | _DEEPSEEK_V2,
+        biases=_LLAMA_BIASES,
+        mergeable=False,
+    ),
+    "llama4": _case(
+        "llama4",
+        "Llama4ForCausalLM",
+        "Llama4TextConfig",
+        _WIDE_HEADS | _LLAMA4 | {"moe_layers": [1]},
+        biases=_ATTENTION_BIAS,
+    ),
+    "smollm3": _case(
+        "smollm3",
+        "SmolLM3ForCausalLM",
+        "SmolLM3Config",
+        _GROUPED | {"no_rope_layers": [0, 1]},
+        biases=_LLAMA_BIASES,
+    ),
+    "llama-seed_oss": _case(
+        "llama",
+        "SeedOssForCausalLM",
+        "SeedOssConfig",
+        _WIDE_HEADS,
+        biases=_LLAMA_BIASES | {"attention_out_bias": True},
+    ),
+    "ernie4_5": _case(
+        "ernie4_5",
+        "Ernie4_5ForCausalLM",
+        "Ernie4_5Config",
+        _WIDE_HEADS,
+        biases={"use_bias": True},
+    ),
+    "hunyuan_v1_dense": _case(
+        "hunyuan_v1_dense",
+        "HunYuanDenseV1ForCausalLM",
+        "HunYuanDenseV1Config",
+        _WIDE_HEADS,
+        biases=_ATTENTION_BIAS,
+    ),
+    "olmo": _case("olmo", "OlmoForCausalLM", "OlmoConfig", _GROUPED, biases=_ATTENTION_BIAS),
+    "olmo2-olmo3": _case(
+        "olmo2",
+        "Olmo3ForCausalLM",
+        "Olmo3Config",
+        _WIDE_HEADS | _SLIDING,
+        biases=_ATTENTION_BIAS,
+    ),
+    "opt": _case("opt", "OPTForCausalLM", "OPTConfig", _OPT),
+    "granitemoehybrid": _case(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        _GROUPED | _GRANITE4,
+        biases=_ATTENTION_BIAS | _MAMBA_BIAS,
+    ),
+    "granitemoehybrid-rotary": _case(
+        "granitemoehybrid",
+        "GraniteMoeHybridForCausalLM",
+        "GraniteMoeHybridConfig",
+        _GROUPED | _GRANITE4 | {"position_embedding_type": "rope"},
+        biases=_ATTENTION_BIAS | _MAMBA_BIAS,
+    ),
+    "lfm2": _case(
+        "lfm2",
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        _GROUPED | _LFM2 | {"block_auto_adjust_ff_dim": False},
+        biases={"conv_bias": True},
+    ),
+    "lfm2_adjusted": _case(
+        "lfm2_adjusted",
+        "Lfm2ForCausalLM",
+        "Lfm2Config",
+        _GROUPED | _LFM2,
+        biases={"conv_bias": True},
+    ),
+    "afmoe": _case(
+        "afmoe",
+        "AfmoeForCausalLM",
+        "AfmoeConfig",
+        _WIDE_HEADS | _AFMOE,
+        biases=_ATTENTION_BIAS,
+    ),
+    "mistral-ministral": _case(
+        "mistral", "MinistralForCausalLM", "MinistralConfig", _WIDE_HEADS | _SLIDING
+    ),
+    "mistral-ministral3": _case(
+        "mistral", "Ministral3ForCausalLM", "Ministral3Config", _WIDE_HEADS | _MINISTRAL3_ROTARY
+    ),
+    "mistral3": _case(
+        "mistral3",
+        "Mistral3ForConditionalGeneration",
+        "Mistral3Config",
+        {
+            "text_config": _WIDE_HEADS | _MINISTRAL3_ROTARY | {"model_type": "ministral3"},
+            "vision_config": _VISION,
+        },
+    ),
+    "gemma3_vl": _case(
+        "gemma3_vl",
+        "Gemma3ForConditionalGeneration",
+        "Gemma3Config",
+        {
+            "text_config": _WIDE_HEADS | _ALTERNATING,
+            "vision_config": _VISION | {"vision_use_head": False},
+            "mm_tokens_per_image": 4,
+        },
+        biases={"text_config": _WIDE_HEADS | _ALTERNATING | _ATTENTION_BIAS},
+    ),
+    "qwen2_vl": _case(
+        "qwen2_vl",
+        "Qwen2VLForConditionalGeneration",
+        "Qwen2VLConfig",
+        {"text_config": _GROUPED | _AXIAL_ROTARY, "vision_config": _QWEN2_VISION},
+        position_axes=3,
+        mergeable=False,
+    ),
+    "qwen2_5_vl": _case(
+        "qwen2_vl",
+        "Qwen2_5_VLForConditionalGeneration",
+        "Qwen2_5_VLConfig",
+        {"text_config": _GROUPED | _AXIAL_ROTARY, "vision_config": _QWEN_VISION},
+        position_axes=3,
+    ),
+    "qwen3_vl": _case(
+        "qwen3_vl",
+        "Qwen3VLForConditionalGeneration",
+        "Qwen3VLConfig",
+        {"text_config": _WIDE_HEADS | _AXIAL_ROTARY_OF_16, "vision_config": _QWEN3_VISION},
+        biases={"text_config": _WIDE_HEADS | _AXIAL_ROTARY_OF_16 | _ATTENTION_BIAS},
+        position_axes=3,
+    ),
     "qwen3_moe-all-experts": _case(
         "qwen3_moe",
         "Qwen3MoeForCausalLM",
@@ -370,7 +623,11 @@ def inputs(case: str, seed: int = 0) -> dict[str, torch.Tensor]:
     shape = (2, *choices, LENGTH)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, shape, generator=generator)
-    return {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    axes = FAMILIES[case].position_axes
+    if axes > 1:
+        batch["position_ids"] = torch.randint(POSITIONS, (axes, *shape), generator=generator)
+    return batch
 
 
 def save(model: PreTrainedModel, folder: str | Path, **kwargs: Any) -> None:
@@ -400,6 +657,9 @@ def _demanded(model: PreTrainedModel) -> dict[str, torch.Tensor]:
             demanded[prefix + "masked_bias"] = torch.tensor(-1e9)
             demanded[prefix + "rotary_emb.inv_freq"] = model.gpt_neox.rotary_emb.inv_freq.clone()
         return demanded
+    if type(model).__name__ == "Gemma3ForConditionalGeneration":
+        tower = model.model.vision_tower.state_dict()
+        return {f"model.vision_tower.vision_model.{n}": x.clone() for n, x in tower.items()}
     if type(model).__name__ == "BertForMaskedLM" and model.bert.pooler is None:
         size = config.hidden_size
         generator = torch.Generator().manual_seed(0)

@@ -32,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "recipes" / "quicks
 import make
 
 CACHE = Path(__file__).resolve().parent / "cache"
-SEEDS = range(4)
+SEEDS = range(3)
 BATCH = 32
 LENGTH, MASK, MASKED = 64, 256, 0.15
 SIDE, SYMBOLS = 24, "ABCDEFGHIJKLMNOPQRSTUVWXYZ0123456789"
@@ -86,12 +86,12 @@ def symbols(generator: torch.Generator, held_out: bool) -> Batch:
         label = draw(0, len(SYMBOLS))
         font = _fonts()[draw(cut, len(_fonts())) if held_out else draw(0, cut)]
         image = Image.new("L", (SIDE, SIDE))
-        centre = (SIDE // 2 + draw(-3, 4), SIDE // 2 + draw(-3, 4))
+        centre = (SIDE // 2 + draw(-2, 3), SIDE // 2 + draw(-2, 3))
         ImageDraw.Draw(image).text(centre, SYMBOLS[label], fill=255, font=font, anchor="mm")
-        pixels.append(np.asarray(image.rotate(draw(-15, 16)), dtype=np.float32) / 255)
+        pixels.append(np.asarray(image.rotate(draw(-10, 11)), dtype=np.float32) / 255)
         labels.append(label)
     clean = torch.from_numpy(np.stack(pixels))[:, None]
-    noise = 0.2 * torch.randn(clean.shape, generator=generator)
+    noise = 0.1 * torch.randn(clean.shape, generator=generator)
     return {"pixel_values": clean + noise - 0.15, "labels": torch.tensor(labels)}
 
 
@@ -113,8 +113,8 @@ KINDS = {
             BertConfig(vocab_size=257, max_position_embeddings=LENGTH, pad_token_id=0, **_SMALL)
         ),
         masked_bytes,
-        1500,
-        2e-3,
+        3000,
+        3e-3,
     ),
     "vision": Kind(
         "ViT (drawn symbols)",
@@ -124,8 +124,8 @@ KINDS = {
             )
         ),
         symbols,
-        1500,
-        1e-3,
+        2500,
+        2e-3,
     ),
 }
 

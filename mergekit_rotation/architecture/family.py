@@ -191,7 +191,8 @@ class StreamData(_Data):
     offset : float
         What the model adds to a stored norm weight.
     maps : tuple of str
-        Which maps of the stream leave the function unchanged.
+        Which maps of the stream leave the function unchanged. Without any, the stream stays as it
+        is, and nothing else needs to be said of it.
     tensors : mapping of str to str
         The tensors of the stream that belong to no block.
     classes : mapping of str to mapping
@@ -208,9 +209,9 @@ class StreamData(_Data):
     norm: Literal["rms", "layer"]
     offset: float = 0.0
     maps: tuple[Literal["permutation", "orthogonal"], ...]
-    tensors: Mapping[str, str]
+    tensors: Mapping[str, str] = {}
     classes: Mapping[str, Mapping[str, str]] = {}
-    norms: Mapping[str, tuple[str, ...]]
+    norms: Mapping[str, tuple[str, ...]] = {}
     tied: Mapping[str, str] = {}
     fixed: tuple[str, ...] = ()
 
@@ -294,11 +295,16 @@ class Family(_Data):
         Axis to the field's standard term, for messages.
     prefixes : tuple of str
         What may stand before the tensor names.
+    modules : tuple of str
+        Which of mergekit's modules the layers belong to; without any, the model has just one.
     attention, neurons, experts
         The symmetric blocks of the layers. A tensor name that ends in ``?`` may be absent. With
         experts or several blocks of neurons, a layer may have any of them.
     stream
         The residual stream that the blocks read and write.
+    checked : str
+        ``run``: transformers has the code, and random elements were applied to a model of it;
+        ``read``: the code belongs to the checkpoint, and was read only.
     notes : str
         What is left untouched in this family, and why; for the table of support.
     """
@@ -309,10 +315,12 @@ class Family(_Data):
     sizes: Mapping[str, tuple[str, ...]]
     size_names: Mapping[str, str]
     prefixes: tuple[str, ...] = ("",)
+    modules: tuple[str, ...] = ()
     attention: AttentionData | None = None
     neurons: tuple[NeuronData, ...] = ()
     experts: ExpertData | None = None
     stream: StreamData
+    checked: Literal["run", "read"] = "run"
     notes: str = ""
 
     @field_validator("sizes")

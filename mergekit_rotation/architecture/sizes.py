@@ -1,16 +1,27 @@
 """Axis sizes read from a model configuration by small expressions.
 
 An expression is a product or quotient of names and numbers, for example ``head_dim``,
-``hidden_size / num_attention_heads`` or ``qk * rope_parameters.partial_rotary_factor``. A name is
+``hidden_size / num_attention_heads`` or ``qk * rope_parameters.partial_rotary_factor``; ``a // b``
+rounds the quotient down, and ``a ^ b`` rounds a up to a multiple of b. A name is
 an axis that is known already or a dotted path into the configuration. The first expression of a
 list whose names all exist and are not null gives the size.
 """
 
+import operator
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-_TERM = re.compile(r"\s*([*/]?)\s*([A-Za-z_][A-Za-z0-9_.]*|\d+)\s*")
+_TERM = re.compile(r"\s*(//|[*/^]?)\s*([A-Za-z_][A-Za-z0-9_.]*|\d+)\s*")
+
+
+_OPERATORS: Mapping[str, Callable[[float, float], float]] = {
+    "": operator.mul,
+    "*": operator.mul,
+    "/": operator.truediv,
+    "//": operator.floordiv,
+    "^": lambda size, step: -(-size // step) * step,
+}
 
 
 class LayoutError(ValueError):
@@ -43,18 +54,18 @@ def evaluate(expression: str, config: object, known: Mapping[str, int]) -> int |
     if "".join(m.group(0) for m in _TERM.finditer(expression)) != expression:
         raise LayoutError(f"cannot read size expression {expression!r}")
     result: float = 1
-    for operator, name in _TERM.findall(expression):
+    for sign, name in _TERM.findall(expression):
         value = int(name) if name.isdigit() else known.get(name, lookup(config, name))
         if value is None:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
             raise LayoutError(f"{name} = {value!r} in the configuration is not a positive number")
-        if operator == "/" and isinstance(result, int) and isinstance(value, int):
+        if sign == "/" and isinstance(result, int) and isinstance(value, int):
             if result % value:
                 raise LayoutError(f"{expression}: {result} is not a multiple of {value}")
             result //= value
         else:
-            result = result / value if operator == "/" else result * value
+            result = _OPERATORS[sign](result, value)
     return int(result)
 
 

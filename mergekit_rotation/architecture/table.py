@@ -12,6 +12,7 @@ _GROUPS = {
     "sign": "a sign per dimension",
     "none": "-",
 }
+_CHECKED = {"run": "running its code", "read": "reading its code"}
 
 
 def support_table() -> str:
@@ -25,6 +26,7 @@ def support_table() -> str:
         "neurons",
         "experts",
         "residual stream",
+        "checked by",
         "left alone",
     )
     rows = [_line(head), "|---" * len(head) + "|"]
@@ -44,6 +46,7 @@ def _row(family: Family) -> str:
         _neurons(family),
         _experts(family),
         _stream(family),
+        _CHECKED[family.checked],
         family.notes or "-",
     ]
     return _line(cells)
@@ -74,6 +77,8 @@ def _experts(family: Family) -> str:
 
 
 def _stream(family: Family) -> str:
+    if not family.stream.maps:
+        return "-"
     signs = "one sign" if family.stream.norm == "layer" else "signs"
     maps = [f"permutation with {signs}"]
     if "orthogonal" in family.stream.maps:

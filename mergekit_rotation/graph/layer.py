@@ -84,6 +84,8 @@ class LayerPlan:
         checkpoint = self.context.checkpoint
         layers = (self._index(reference), self._index(other))
         family, layer = check_same_layout(checkpoint(reference), checkpoint(other), layers)
+        if family.modules and self.module not in family.modules:
+            return {}
         inputs: dict[tuple[str, ModelReference], Input] = {}
         for block in self._present(layer, family, other):
             planned = {t: self._planned(family, t) for t in block.layout.patterns}

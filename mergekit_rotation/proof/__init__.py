@@ -5,10 +5,10 @@ show. The tests prove our own data files with it, ``mergekit-rotation check-arch
 a user. This package imports torch and transformers, never mergekit.
 """
 
-from mergekit_rotation.proof.elements import PARTS, element, scrambled
+from mergekit_rotation.proof.elements import PARTS, element
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.proof.exact import exact_outputs, float64_exact, outputs, randomise
-from mergekit_rotation.proof.subject import Subject
+from mergekit_rotation.proof.subject import Subject, scrambled
 
 __all__ = [
     "PARTS",

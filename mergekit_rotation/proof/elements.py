@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mergekit_rotation.architecture import Block, Family, find_family
+from mergekit_rotation.architecture import Block, Family
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.symmetry import (
     AttentionLayout,
@@ -76,6 +76,11 @@ def element(
     return tuple(result)
 
 
+def layer_count(config: Any) -> int:
+    """Return the number of layers of a model's text part."""
+    return int(config.get_text_config().num_hidden_layers)
+
+
 def stored(family: Family, template: str, index: int, state: Mapping[str, torch.Tensor]) -> str:
     """Return the name that a template has in a state dict; empty if it is not there."""
     local = template.replace(LAYER, str(index))
@@ -133,7 +138,7 @@ def moved(
         If a tensor is missing or does not have the shape of its pattern.
     """
     result = dict(state)
-    for index in range(config.num_hidden_layers):
+    for index in range(layer_count(config)):
         for block in present(family, config, index, state):
             transformation = element_of(block, index)
             for template, (name, pattern) in legs(family, block, index, state).items():
@@ -146,12 +151,3 @@ def moved(
                         f"{name}: {problem}, by the pattern {pattern.text!r}"
                     ) from None
     return result
-
-
-def scrambled(state: State, config: Any, model_class: str, seed: int) -> State:
-    """Return a twin of a model, computed in float64, in the dtypes that it came in."""
-    family = find_family(config, model_class)
-    assert family is not None
-    exact = {name: x.double() if x.is_floating_point() else x for name, x in state.items()}
-    twin = moved(exact, config, family, lambda block, index: element(block, 1000 * seed + index))
-    return {name: x.to(state[name].dtype).contiguous() for name, x in twin.items()}

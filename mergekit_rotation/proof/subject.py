@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -11,7 +10,16 @@ from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
 from mergekit_rotation.architecture import Block, Family
-from mergekit_rotation.proof.elements import LAYER, State, legs, moved, present, stored
+from mergekit_rotation.proof.elements import (
+    LAYER,
+    State,
+    element,
+    layer_count,
+    legs,
+    moved,
+    present,
+    stored,
+)
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.proof.exact import Float64, exact_copy, outputs, randomise
 from mergekit_rotation.symmetry import (
@@ -32,6 +40,40 @@ from mergekit_rotation.symmetry import (
 
 #: roundings per product: a product and a sum, once in either model, and as much again in reserve
 ROUNDINGS = 8
+
+
+def names_in_memory(model: PreTrainedModel, family: Family) -> dict[str, str]:
+    """Map the names of a data file to those that transformers has renamed them to on loading.
+
+    Tensors that the file does not name keep their own.
+    """
+    renamings = [
+        conversion
+        for conversion in get_model_conversion_mapping(model, add_legacy=False)
+        if isinstance(conversion, WeightRenaming)
+    ]
+    declared = {
+        prefix + template.replace(LAYER, str(index))
+        for prefix in family.prefixes
+        for template in family.stream_of(type(model).__name__).known
+        for index in range(layer_count(model.config))
+    }
+    names = {name: name for name in model.state_dict()}
+    for name in declared - set(names):
+        renamed = name
+        for renaming in renamings:
+            renamed, _ = renaming.rename_source_key(renamed)
+        if names.pop(renamed, None) is not None:
+            names[name] = renamed
+    return names
+
+
+def scrambled(model: PreTrainedModel, family: Family, seed: int) -> State:
+    """Return a twin of a model: tensors in its dtypes, moved in float64, by its own names."""
+    names, state = names_in_memory(model, family), model.state_dict()
+    exact = {declared: _exact(state[name]) for declared, name in names.items()}
+    twin = moved(exact, model.config, family, lambda b, k: element(b, 1000 * seed + k))
+    return {name: twin[d].to(state[name].dtype).contiguous() for d, name in names.items()}
 
 
 class Subject:
@@ -73,37 +115,11 @@ class Subject:
             randomise(model, number)
             states.append({name: _exact(x) for name, x in model.state_dict().items()})
         self._model = exact_copy(model)
-        self._memory = self._names_in_memory(model, states[0])
+        self._memory = names_in_memory(model, family)
         self.other, self.state = (
             {declared: state[name] for declared, name in self._memory.items()} for state in states
         )
         self.base = self.outputs(self.state)
-
-    def _names_in_memory(self, model: PreTrainedModel, state: State) -> dict[str, str]:
-        """Map the names of the data file to those that transformers has renamed them to."""
-        renamings = [
-            conversion
-            for conversion in get_model_conversion_mapping(model, add_legacy=False)
-            if isinstance(conversion, WeightRenaming)
-        ]
-        names = {name: name for name in state}
-        for declared in self.declared - set(state):
-            renamed = declared
-            for renaming in renamings:
-                renamed, _ = renaming.rename_source_key(renamed)
-            if names.pop(renamed, None) is not None:
-                names[declared] = renamed
-        return names
-
-    @cached_property
-    def declared(self) -> set[str]:
-        """Names of all tensors that a model of the family may have."""
-        return {
-            prefix + template.replace(LAYER, str(index))
-            for prefix in self.family.prefixes
-            for template in self.stream.known
-            for index in range(self.config.num_hidden_layers)
-        }
 
     def outputs(self, state: State) -> torch.Tensor:
         """Return the outputs with other tensors, flattened."""
@@ -140,7 +156,7 @@ class Subject:
         axes = [data.axis for data in self.family.neurons]
         width = sum(sizes[axis] for axis in axes) + sizes.get("x", 0) * sizes.get("xf", 0)
         heads = sizes["kv"] * sizes.get("g", 1) * sizes["qk"]
-        n = self.config.num_hidden_layers * (stream + width + heads)
+        n = layer_count(self.config) * (stream + width + heads)
         return ROUNDINGS * n * torch.finfo(torch.float64).eps * float(self.base.abs().max())
 
     # -- the residual stream ----------------------------------------------------------------------
@@ -195,7 +211,7 @@ class Subject:
             If a tensor does not have the width of the stream.
         """
         state = dict(self.state)
-        for index in (*range(self.config.num_hidden_layers), None):
+        for index in (*range(layer_count(self.config)), None):
             tensors, others = (self.tensors(x, index) for x in (self.state, self.other))
             layout = self._layout(tensors)
             self._check_width(tensors, layout)
@@ -218,7 +234,7 @@ class Subject:
         weights = [
             (w + self.stream.layout.offset).abs()
             for state in (self.state, self.other)
-            for index in (*range(self.config.num_hidden_layers), None)
+            for index in (*range(layer_count(self.config)), None)
             for norm, w in self.tensors(state, index).items()
             if norm in self.stream.layout.readers
         ]
