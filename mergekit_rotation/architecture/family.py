@@ -30,12 +30,14 @@ from mergekit_rotation.symmetry import (
 
 __all__ = [
     "Block",
+    "Conditions",
     "Family",
     "Layer",
     "LayoutError",
     "Stream",
     "all_families",
     "find_family",
+    "holds",
     "supported",
 ]
 
@@ -299,6 +301,9 @@ class Family(_Data):
         experts or several blocks of neurons, a layer may have any of them.
     stream
         The residual stream that the blocks read and write.
+    example : mapping
+        Entries of the configuration of a small model that has all that the file declares, where
+        they do not follow from sizes and conditions; for ``mergekit-rotation check-architecture``.
     notes : str
         What is left untouched in this family, and why; for the table of support.
     """
@@ -313,6 +318,7 @@ class Family(_Data):
     neurons: tuple[NeuronData, ...] = ()
     experts: ExpertData | None = None
     stream: StreamData
+    example: Mapping[str, Any] = {}
     notes: str = ""
 
     @field_validator("sizes")

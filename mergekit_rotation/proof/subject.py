@@ -53,6 +53,11 @@ class Subject:
         That of a second model, to whose norms the first is brought.
     base : Tensor
         The outputs, flattened.
+
+    Raises
+    ------
+    ProofError
+        If the outputs are not finite.
     """
 
     def __init__(
@@ -78,6 +83,8 @@ class Subject:
             {declared: state[name] for declared, name in self._memory.items()} for state in states
         )
         self.base = self.outputs(self.state)
+        if not bool(self.base.isfinite().all()):
+            raise ProofError("the outputs of a random model are not finite")
 
     def _names_in_memory(self, model: PreTrainedModel, state: State) -> dict[str, str]:
         """Map the names of the data file to those that transformers has renamed them to."""
@@ -110,6 +117,12 @@ class Subject:
         self._model.load_state_dict({name: state[ours] for ours, name in self._memory.items()})
         with Float64():
             return outputs(self._model, self.inputs)
+
+    @cached_property
+    def headless(self) -> bool:
+        """Whether the outputs are the residual stream itself, which its maps move."""
+        with Float64(), torch.no_grad():
+            return "logits" not in self._model(**self.inputs)
 
     def difference(self, state: State) -> float:
         """Return the largest change of the outputs with other tensors."""
