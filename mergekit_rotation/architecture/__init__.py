@@ -7,14 +7,17 @@ symmetry package and pydantic, never mergekit.
 
 from mergekit_rotation.architecture.family import (
     Block,
+    Conditions,
     Family,
     Layer,
     LayoutError,
     Stream,
     all_families,
     find_family,
+    holds,
     supported,
 )
+from mergekit_rotation.architecture.names import grouped
 from mergekit_rotation.architecture.own import (
     VARIABLE,
     DeclarationError,
@@ -26,6 +29,7 @@ from mergekit_rotation.architecture.own import (
 __all__ = [
     "VARIABLE",
     "Block",
+    "Conditions",
     "DeclarationError",
     "Family",
     "Layer",
@@ -33,6 +37,8 @@ __all__ = [
     "Stream",
     "all_families",
     "find_family",
+    "grouped",
+    "holds",
     "own_families",
     "read_families",
     "read_family",

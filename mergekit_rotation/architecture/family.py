@@ -30,12 +30,14 @@ from mergekit_rotation.symmetry import (
 
 __all__ = [
     "Block",
+    "Conditions",
     "Family",
     "Layer",
     "LayoutError",
     "Stream",
     "all_families",
     "find_family",
+    "holds",
     "supported",
 ]
 
@@ -305,6 +307,9 @@ class Family(_Data):
     checked : str
         ``run``: transformers has the code, and random elements were applied to a model of it;
         ``read``: the code belongs to the checkpoint, and was read only.
+    example : mapping
+        Entries of the configuration of a small model that has all that the file declares, where
+        they do not follow from sizes and conditions; for ``mergekit-rotation check-architecture``.
     notes : str
         What is left untouched in this family, and why; for the table of support.
     """
@@ -321,6 +326,7 @@ class Family(_Data):
     experts: ExpertData | None = None
     stream: StreamData
     checked: Literal["run", "read"] = "run"
+    example: Mapping[str, Any] = {}
     notes: str = ""
 
     @field_validator("sizes")

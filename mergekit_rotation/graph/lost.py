@@ -1,12 +1,12 @@
 """Tensors of an input that mergekit's definition of its architecture leaves out of the output."""
 
-import re
 from collections.abc import Iterable
 
 import torch
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache
 
+from mergekit_rotation.architecture import grouped
 from mergekit_rotation.graph.checkpoints import Checkpoint
 from mergekit_rotation.graph.context import Context
 
@@ -49,19 +49,6 @@ def lost_tensors(checkpoint: Checkpoint, known: set[str]) -> list[str]:
         if not name.endswith(_COMPUTED)
         and not checkpoint.converted(name) & known
         and not _is_tied_copy(checkpoint, name)
-    ]
-
-
-def grouped(names: Iterable[str]) -> list[str]:
-    """Write the tensors of all layers as one: ``model.layers.*.bias (32 layers)``."""
-    layers: dict[str, set[str]] = {}
-    for name in names:
-        numbers = re.findall(r"(?<=\.)\d+(?=\.)", name)
-        group = layers.setdefault(re.sub(r"(?<=\.)\d+(?=\.)", "*", name), set())
-        group.update(numbers[:1])
-    return [
-        f"{group} ({len(found)} layer{'s' * (len(found) > 1)})" if found else group
-        for group, found in layers.items()
     ]
 
 

@@ -5,6 +5,7 @@ show. The tests prove our own data files with it, ``mergekit-rotation check-arch
 a user. This package imports torch and transformers, never mergekit.
 """
 
+from mergekit_rotation.proof.check import Report, Row, check_family
 from mergekit_rotation.proof.elements import PARTS, element
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.proof.exact import exact_outputs, float64_exact, outputs, randomise
@@ -13,7 +14,10 @@ from mergekit_rotation.proof.subject import Subject, scrambled
 __all__ = [
     "PARTS",
     "ProofError",
+    "Report",
+    "Row",
     "Subject",
+    "check_family",
     "element",
     "exact_outputs",
     "float64_exact",

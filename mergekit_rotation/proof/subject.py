@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,6 +43,16 @@ from mergekit_rotation.symmetry import (
 ROUNDINGS = 8
 
 
+def declared_names(model: PreTrainedModel, family: Family) -> set[str]:
+    """Return the names of all tensors that a model of the family may have."""
+    return {
+        prefix + template.replace(LAYER, str(index))
+        for prefix in family.prefixes
+        for template in family.stream_of(type(model).__name__).known
+        for index in range(layer_count(model.config))
+    }
+
+
 def names_in_memory(model: PreTrainedModel, family: Family) -> dict[str, str]:
     """Map the names of a data file to those that transformers has renamed them to on loading.
 
@@ -52,14 +63,8 @@ def names_in_memory(model: PreTrainedModel, family: Family) -> dict[str, str]:
         for conversion in get_model_conversion_mapping(model, add_legacy=False)
         if isinstance(conversion, WeightRenaming)
     ]
-    declared = {
-        prefix + template.replace(LAYER, str(index))
-        for prefix in family.prefixes
-        for template in family.stream_of(type(model).__name__).known
-        for index in range(layer_count(model.config))
-    }
     names = {name: name for name in model.state_dict()}
-    for name in declared - set(names):
+    for name in declared_names(model, family) - set(names):
         renamed = name
         for renaming in renamings:
             renamed, _ = renaming.rename_source_key(renamed)
@@ -95,6 +100,13 @@ class Subject:
         That of a second model, to whose norms the first is brought.
     base : Tensor
         The outputs, flattened.
+    declared : set of str
+        Names of all tensors that the model may have.
+
+    Raises
+    ------
+    ProofError
+        If the outputs are not finite.
     """
 
     def __init__(
@@ -115,17 +127,26 @@ class Subject:
             randomise(model, number)
             states.append({name: _exact(x) for name, x in model.state_dict().items()})
         self._model = exact_copy(model)
+        self.declared = declared_names(model, family)
         self._memory = names_in_memory(model, family)
         self.other, self.state = (
             {declared: state[name] for declared, name in self._memory.items()} for state in states
         )
         self.base = self.outputs(self.state)
+        if not bool(self.base.isfinite().all()):
+            raise ProofError("the outputs of a random model are not finite")
 
     def outputs(self, state: State) -> torch.Tensor:
         """Return the outputs with other tensors, flattened."""
         self._model.load_state_dict({name: state[ours] for ours, name in self._memory.items()})
         with Float64():
             return outputs(self._model, self.inputs)
+
+    @cached_property
+    def headless(self) -> bool:
+        """Whether the outputs are the residual stream itself, which its maps move."""
+        with Float64(), torch.no_grad():
+            return "logits" not in self._model(**self.inputs)
 
     def difference(self, state: State) -> float:
         """Return the largest change of the outputs with other tensors."""

@@ -4,6 +4,8 @@ The families are found by listing the data files. Random elements act on a tiny 
 float64; each leg that is forgotten, and each group that is too large, has to change the outputs.
 """
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -12,6 +14,7 @@ from mergekit_rotation.architecture import Family, LayoutError, all_families, fi
 from mergekit_rotation.architecture.sizes import evaluate
 from mergekit_rotation.proof import PARTS, Subject, element
 from mergekit_rotation.symmetry import (
+    ExpertLayout,
     Orthogonal,
     Permute,
     PlaneRotations,
@@ -124,6 +127,19 @@ def test_query_heads_do_not_leave_their_group(model):
         all_sizes = {**sizes, "h": sizes["heads"]}
         state[name] = act((Permute("h", order),), state[name], loose, all_sizes)
     assert model.difference(state) > 1e6 * model.tolerance()
+
+
+def test_experts_do_not_leave_their_group(model):
+    for index in range(model.config.num_hidden_layers):
+        for block in model.blocks(index):
+            if isinstance(block.layout, ExpertLayout) and block.layout.groups > 1:
+                loose = replace(block, layout=replace(block.layout, groups=1))
+                state = model.moved(
+                    lambda b, k, one=block.kind, other=loose: (
+                        element(other, k, ("x",)) if b.kind == one else ()
+                    )
+                )
+                assert model.difference(state) > 1e6 * model.tolerance()
 
 
 # -- reading a configuration ------------------------------------------------------------------

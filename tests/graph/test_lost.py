@@ -14,7 +14,7 @@ from mergekit.options import MergeOptions
 from mergekit.plan import MergePlanner
 
 import tiny
-from mergekit_rotation.graph.lost import grouped
+from mergekit_rotation.architecture import grouped
 from merging import changed_copy, config, merged, weights
 
 MERGEABLE = sorted(name for name, case in tiny.FAMILIES.items() if case.mergeable)

@@ -1,0 +1,234 @@
+"""What holds of a declaration and what does not, for people to read."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import torch
+from transformers import PretrainedConfig
+
+from mergekit_rotation.architecture import Family, LayoutError, grouped
+from mergekit_rotation.proof.elements import LAYER, PARTS, element
+from mergekit_rotation.proof.errors import ProofError
+from mergekit_rotation.proof.models import (
+    build,
+    example_configs,
+    model_class,
+    read_config,
+    text_inputs,
+    variants,
+)
+from mergekit_rotation.proof.subject import Subject
+
+_WORDS = {
+    "heads": "order of heads",
+    "qk": "queries and keys",
+    "vo": "values and output",
+    "f": "neurons",
+    "x": "experts",
+    "permutation": "stream: permutation",
+    "orthogonal": "stream: orthogonal",
+}
+
+
+@dataclass(frozen=True)
+class Row:
+    """The largest change of the outputs under one kind of symmetry, and what rounding explains."""
+
+    what: str
+    change: float
+    tolerance: float
+
+    @property
+    def holds(self) -> bool:
+        """Whether the outputs stay."""
+        return self.change <= self.tolerance
+
+
+@dataclass(frozen=True)
+class Report:
+    """What was found on one model.
+
+    Attributes
+    ----------
+    title : str
+        Model class, and which variant of it.
+    rows : tuple of Row
+    forgotten : int
+        How many tensors were left out, one at a time.
+    unseen : tuple of str
+        Those of them that the outputs depend on, but that did not show.
+    idle : tuple of str
+        Those that the outputs do not depend on.
+    unmentioned : tuple of str
+        Tensors of the model that the file does not know.
+    absent : tuple of str
+        Tensors of the file that the model does not have.
+    skipped : str
+        Why there is no model to check, if there is none; this does not count.
+    trouble : str
+        Why a model could not be checked.
+    """
+
+    title: str
+    rows: tuple[Row, ...] = ()
+    forgotten: int = 0
+    unseen: tuple[str, ...] = ()
+    idle: tuple[str, ...] = ()
+    unmentioned: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
+    skipped: str = ""
+    trouble: str = ""
+
+    @property
+    def holds(self) -> bool:
+        """Whether all that was checked holds."""
+        faults = self.unseen or self.unmentioned or self.trouble
+        return all(row.holds for row in self.rows) and not faults
+
+    def lines(self) -> Iterator[str]:
+        """Yield the report line by line."""
+        if self.skipped:
+            yield f"{self.title}: {self.skipped}; not checked"
+            return
+        if self.trouble:
+            yield f"{self.title}: NOT PROVEN: {self.trouble}"
+            return
+        yield self.title
+        yield f"  {'symmetry':22}{'largest change':>15}{'tolerance':>12}"
+        for row in self.rows:
+            verdict = "holds" if row.holds else "DOES NOT HOLD"
+            yield f"  {row.what:22}{row.change:15.1e}{row.tolerance:12.1e}  {verdict}"
+        if self.forgotten:
+            shown = self.forgotten - len(self.unseen) - len(self.idle)
+            yield f"  left out one at a time: {shown} of {self.forgotten} tensors show"
+        for names, meaning in (
+            (self.unseen, "part of the function, but NOT PROVEN: leaving it out does not show"),
+            (self.idle, "no part of the function, so that nothing can show"),
+            (self.unmentioned, "NOT MENTIONED in the file"),
+            (self.absent, "not in this model, so not checked"),
+        ):
+            if names:
+                yield f"  {meaning}:"
+                yield from (f"    {name.replace(LAYER, '*')}" for name in names)
+
+
+def check_family(family: Family, folder: Path | None = None) -> Iterator[Report]:
+    """Check a family on small models of all its classes, or on one with a user's configuration.
+
+    Parameters
+    ----------
+    family : Family
+    folder : Path, optional
+        With a ``config.json``; no weights are read.
+    """
+    if folder is not None:
+        try:
+            name, config = read_config(folder, family)
+        except ProofError as problem:
+            yield Report(family.family, trouble=str(problem))
+            return
+        yield from _check_class(family, name, {"": config})
+        return
+    for model_type, names in family.models.items():
+        for name in names:
+            try:
+                model_class(name)
+            except ProofError as problem:
+                yield Report(name, skipped=str(problem))
+                continue
+            try:
+                configs = example_configs(family, model_type)
+            except ProofError as problem:
+                yield Report(name, trouble=str(problem))
+                continue
+            yield from _check_class(family, name, configs)
+
+
+def _check_class(
+    family: Family, name: str, configs: Mapping[str, PretrainedConfig]
+) -> Iterator[Report]:
+    for alternative, config in configs.items():
+        for variant, one in variants(config, family).items():
+            which = ", ".join(text for text in (alternative, variant) if text)
+            title = f"{name} ({which})" if which else name
+            try:
+                model = build(name, one)
+                yield _check(Subject(model, text_inputs(model), family), title)
+            except (ProofError, LayoutError) as problem:
+                yield Report(title, trouble=str(problem))
+
+
+def _check(subject: Subject, title: str) -> Report:
+    """Apply all that is declared to one model, then leave out every tensor in turn."""
+    blocks = list(_block_rows(subject))
+    stream = [] if subject.headless else list(_stream_rows(subject))
+    forgotten = [
+        *(_forgotten_legs(subject) if all(row.holds for row in blocks) else ()),
+        *(_forgotten_stream(subject) if stream and all(row.holds for row in stream) else ()),
+    ]
+    invisible = [template for template, shows in forgotten if not shows]
+    idle = [template for template in invisible if not _matters(subject, template)]
+    known = {**subject.family.block_tensors(), **subject.family.stream.tensors}
+    templates = [*(name.removesuffix("?") for name in known), *subject.family.stream.norms]
+    return Report(
+        title,
+        rows=(*blocks, *stream),
+        forgotten=len(forgotten),
+        unseen=tuple(t for t in dict.fromkeys(invisible) if t not in idle),
+        idle=tuple(dict.fromkeys(idle)),
+        unmentioned=tuple(grouped(n for n in subject.state if n not in subject.declared)),
+        absent=tuple(t for t in templates if not _names(subject, t)),
+    )
+
+
+def _block_rows(subject: Subject) -> Iterator[Row]:
+    for parts in (*((part,) for part in PARTS), PARTS):
+        state = subject.moved(partial(element, parts=parts))
+        if any(not torch.equal(x, subject.state[name]) for name, x in state.items()):
+            what = _WORDS[parts[0]] if len(parts) == 1 else "all of these"
+            yield Row(what, subject.difference(state), subject.tolerance())
+
+
+def _stream_rows(subject: Subject) -> Iterator[Row]:
+    for kind in subject.exact_maps():
+        stream = subject.draw(kind)
+        states = (subject.moved_stream(stream, fold=fold) for fold in (True, False))
+        change = max(subject.difference(state) for state in states)
+        yield Row(_WORDS[kind], change, subject.stream_tolerance())
+
+
+def _forgotten_legs(subject: Subject) -> Iterator[tuple[str, bool]]:
+    """Yield template and whether its omission shows, for the tensors of all blocks."""
+    layers = range(subject.config.num_hidden_layers)
+    legs = (subject.legs(block, index) for index in layers for block in subject.blocks(index))
+    for template in dict.fromkeys(template for found in legs for template in found):
+        change = subject.difference(subject.moved(element, forget=template))
+        yield template, change > subject.tolerance()
+
+
+def _forgotten_stream(subject: Subject) -> Iterator[tuple[str, bool]]:
+    """Yield template and whether its omission shows, for the tensors of the stream."""
+    stream = subject.draw(subject.exact_maps()[-1])
+    for template in subject.stream.layout.patterns:
+        tied = subject.tied and template in subject.stream.tied
+        if _names(subject, template) and not tied:
+            change = subject.difference(subject.moved_stream(stream, forget=template))
+            yield template, change > subject.stream_tolerance()
+
+
+def _matters(subject: Subject, template: str) -> bool:
+    """Tell whether the outputs depend on a tensor: whether they change when it is drawn anew."""
+    generator = torch.Generator().manual_seed(0)
+    state = dict(subject.state)
+    for name in _names(subject, template):
+        noise = torch.randn(state[name].shape, generator=generator, dtype=torch.float64)
+        state[name] = noise * state[name].std()
+    return subject.difference(state) > subject.tolerance()
+
+
+def _names(subject: Subject, template: str) -> list[str]:
+    """Return the names of a template in all layers that have it."""
+    layers = range(subject.config.num_hidden_layers if LAYER in template else 1)
+    return [name for index in layers if (name := subject.name(template, index))]

@@ -1,0 +1,227 @@
+"""Small random models of the classes that a data file declares."""
+
+import copy
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
+
+from mergekit_rotation.architecture import Conditions, Family, holds
+from mergekit_rotation.proof.elements import present
+from mergekit_rotation.proof.errors import ProofError
+
+#: sizes that differ from each other in every product that a tensor may have
+_SIZES = {"e": 64, "f": 88, "heads": 4, "kv": 2, "qk": 32, "vo": 32, "x": 6, "xf": 28}
+_ENTRIES = {
+    "vocab_size": 67,
+    "max_position_embeddings": 48,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_FIRST_ORDINARY_TOKEN = 3
+_LAYER = "[layer]"
+
+
+def model_class(name: str) -> type[PreTrainedModel]:
+    """Return a model class of transformers.
+
+    Raises
+    ------
+    ProofError
+        If transformers has no such class, or it does not read tokens.
+    """
+    found = getattr(transformers, name, None)
+    if found is None:
+        raise ProofError("transformers has no class of this name")
+    if found.main_input_name != "input_ids":
+        raise ProofError(
+            f"it reads {found.main_input_name}, and only models that read tokens can be checked"
+        )
+    result: type[PreTrainedModel] = found
+    return result
+
+
+def example_configs(family: Family, model_type: str) -> dict[str, PretrainedConfig]:
+    """Return configurations of small models, one for each alternative that the file knows.
+
+    Their keys say which alternative it is. The first size expression that is the name of an entry
+    gives it a small value, conditions get the first value that fulfils them, and all biases are
+    turned on.
+
+    Raises
+    ------
+    ProofError
+    """
+    if model_type not in CONFIG_MAPPING:
+        raise ProofError(f"transformers has no configuration for model_type {model_type!r}")
+    make = CONFIG_MAPPING[model_type]
+    configs: dict[str, PretrainedConfig] = {}
+    for alternative, conditions in _alternatives(family).items():
+        entries = _entries(family, make(), conditions)
+        try:
+            config = make(**copy.deepcopy(entries), attn_implementation="eager")
+        except Exception as problem:
+            raise ProofError(
+                f"{make.__name__} does not take {entries} ({_line(problem)}); write entries that "
+                'fit under "example", or name a MODEL'
+            ) from problem
+        if not holds(family.when, config):
+            raise ProofError(
+                'its conditions "when" do not hold in a small model; write entries that fit under '
+                '"example", or name a MODEL'
+            )
+        configs[alternative] = config
+    return configs
+
+
+def _alternatives(family: Family) -> dict[str, list[Conditions]]:
+    """Collect the conditions of the groups of queries and keys that one model can fulfil."""
+    found: dict[str, list[Conditions]] = {}
+    for group in family.attention.query_key if family.attention is not None else ():
+        whole = [f"{p}: {json.dumps(v[0])}" for p, v in group.when.items() if _LAYER not in p]
+        found.setdefault(", ".join(whole), []).append(group.when)
+    return found or {"": [{}]}
+
+
+def _entries(
+    family: Family,
+    default: PretrainedConfig,
+    alternatives: list[Conditions],
+) -> dict[str, Any]:
+    layers = max(2, len(alternatives))
+    entries: dict[str, Any] = {k: v for k, v in _ENTRIES.items() if hasattr(default, k)}
+    entries["num_hidden_layers"] = layers
+    for number, (axis, expressions) in enumerate(family.sizes.items()):
+        for expression in expressions:
+            if expression not in family.sizes and hasattr(default, expression):
+                entries.setdefault(expression, _SIZES.get(axis, 20 + 4 * number))
+                break
+    entries |= {
+        name: True
+        for name, value in default.to_dict().items()
+        if "bias" in name and isinstance(value, bool)
+    }
+    for when in (family.when, *alternatives):
+        for path, values in when.items():
+            if "." in path:
+                continue  # nested entries keep their defaults
+            if path.endswith(_LAYER):
+                kinds = [w[path][0] for w in alternatives if path in w]
+                entries[path.removesuffix(_LAYER)] = [kinds[k % len(kinds)] for k in range(layers)]
+            else:
+                entries[path] = values[0]
+    if family.experts is not None:
+        entries["experts_implementation"] = "eager"
+    return entries | dict(family.example)
+
+
+def read_config(folder: Path, family: Family) -> tuple[str, PretrainedConfig]:
+    """Return class and configuration of a user's model, with few layers and tokens.
+
+    Raises
+    ------
+    ProofError
+        If the file does not declare the model, or it does not fit into memory.
+    """
+    try:
+        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError) as problem:
+        raise ProofError(f"{folder}: cannot read its config.json ({_line(problem)})") from problem
+    name = str(next(iter(config.architectures or ["?"])))
+    if name not in family.models.get(config.model_type, ()) or not holds(family.when, config):
+        raise ProofError(
+            f"{folder}: the file does not declare {name} ({config.model_type}) under its config"
+        )
+    return name, _shortened(config, model_class(name), family, folder)
+
+
+def _shortened(
+    config: PretrainedConfig, kind: type[PreTrainedModel], family: Family, folder: Path
+) -> PretrainedConfig:
+    """Return a configuration with as few layers as hold one of each kind, but two."""
+    layers = config.num_hidden_layers
+    with torch.device("meta"):
+        state = dict(kind(config).state_dict())
+    kinds = [
+        [(block.kind, repr(block.layout)) for block in present(family, config, index, state)]
+        for index in range(layers)
+    ]
+    needed = [kinds.index(one) + 1 for one in kinds]
+    count = min(layers, max(2, *needed))
+    short = copy.deepcopy(config)
+    for part in {id(c): c for c in (short, short.get_text_config())}.values():
+        for name, value in part.to_dict().items():
+            if isinstance(value, list) and len(value) == layers:
+                setattr(part, name, value[:count])
+        for name, entry in {**_ENTRIES, "num_hidden_layers": count}.items():
+            if name != "max_position_embeddings" and hasattr(part, name):
+                setattr(part, name, entry)
+        part._attn_implementation = "eager"
+        if family.experts is not None:
+            part._experts_implementation = "eager"
+    with torch.device("meta"):
+        size = sum(p.numel() for p in kind(short).parameters())
+    # The model, its tensors, those of a second model and what has been moved, in float64.
+    demand, memory = 4 * 8 * size, _memory()
+    if memory is not None and demand > memory:
+        raise ProofError(
+            f"{folder}: {count} of its layers take {demand / 2**30:.0f} GiB in float64, and this "
+            f"machine has {memory / 2**30:.0f} GiB; check a small model: leave out MODEL"
+        )
+    return short
+
+
+def _memory() -> int | None:
+    """Return the bytes of memory of the machine, if the system tells."""
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def variants(config: PretrainedConfig, family: Family) -> dict[str, PretrainedConfig]:
+    """Return a configuration and, where tied embeddings forbid rotations, the same untied."""
+    if config.tie_word_embeddings and family.stream.tied and "orthogonal" in family.stream.maps:
+        untied = copy.deepcopy(config)
+        untied.tie_word_embeddings = False
+        return {"tied embeddings": config, "untied embeddings": untied}
+    return {"": config}
+
+
+def build(name: str, config: PretrainedConfig) -> PreTrainedModel:
+    """Return a model with parameters that are still to be drawn.
+
+    Raises
+    ------
+    ProofError
+    """
+    try:
+        with torch.random.fork_rng(devices=[]):
+            return model_class(name)(copy.deepcopy(config)).eval()
+    except ProofError:
+        raise
+    except Exception as problem:
+        raise ProofError(
+            f"transformers cannot build a small model of it ({_line(problem)}); write entries "
+            'that fit under "example", or name a MODEL'
+        ) from problem
+
+
+def text_inputs(model: PreTrainedModel, length: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Return a batch of random tokens for a model."""
+    choices = (3,) if type(model).__name__.endswith("MultipleChoice") else ()
+    vocabulary = model.config.get_text_config().vocab_size
+    generator = torch.Generator().manual_seed(seed)
+    shape = (2, *choices, length)
+    ids = torch.randint(_FIRST_ORDINARY_TOKEN, vocabulary, shape, generator=generator)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    return inputs | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
+
+
+def _line(problem: Exception) -> str:
+    return " ".join(str(problem).split())

@@ -1,0 +1,298 @@
+"""``mergekit-rotation check-architecture``: what holds is found to hold, and what does not, not."""
+
+import json
+from importlib.resources import files
+
+import pytest
+import transformers
+from click.testing import CliRunner
+
+import tiny
+from mergekit_rotation.architecture import Family, all_families
+from mergekit_rotation.cli import main
+from mergekit_rotation.proof import check_family, models
+
+DATA = {family.family: family for family in all_families()}
+RUN = sorted({case.family for case in tiny.FAMILIES.values()})
+FOLDER = files("mergekit_rotation.architecture") / "data"
+
+
+@pytest.fixture(autouse=True)
+def quiet():
+    level = transformers.logging.get_verbosity()
+    transformers.logging.set_verbosity_error()
+    yield
+    transformers.logging.set_verbosity(level)
+
+
+def data(name):
+    """Our declaration of a family, for changing it."""
+    return json.loads((FOLDER / f"{name}.json").read_text("utf-8"))
+
+
+def only(declaration, *classes):
+    """Check a changed declaration, on one class unless others are named."""
+    ((model_type, names),) = declaration["models"].items()
+    declaration["models"] = {model_type: list(classes) or names[:1]}
+    return list(check_family(Family.model_validate(declaration)))
+
+
+def fails(report):
+    return {row.what for row in report.rows if not row.holds}
+
+
+# -- what holds -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", RUN)
+def test_our_own_declarations_hold(name):
+    reports = list(check_family(DATA[name]))
+    for report in reports:
+        assert report.holds, "\n".join(report.lines())
+        assert all(idle.endswith(("key.bias", "k_lin.bias")) for idle in report.idle)
+    skipped = {report.title for report in reports if not report.rows}
+    assert skipped <= {"LLaMaForCausalLM"}
+    seen = {row.what for report in reports for row in report.rows}
+    assert {"values and output", "neurons", "stream: permutation", "all of these"} <= seen
+    assert ("stream: orthogonal" in seen) == ("orthogonal" in DATA[name].stream.maps)
+    assert ("experts" in seen) == (DATA[name].experts is not None)
+
+
+@pytest.mark.parametrize("name", ["glm4_moe", "qwen3_moe"])
+def test_small_models_have_layers_of_all_kinds(name):
+    for report in check_family(DATA[name]):
+        assert not any("mlp" in template for template in report.absent)
+
+
+def test_alternatives_are_models_of_their_own():
+    titles = [report.title for report in check_family(DATA["glm4_moe"])]
+    assert [title.split("(")[1] for title in titles] == [
+        "use_qk_norm: true)",
+        "use_qk_norm: false)",
+    ]
+
+
+# -- what does not --------------------------------------------------------------------------------
+
+
+def test_a_group_that_is_too_large():
+    wrong = data("qwen3")
+    wrong["attention"]["query_key"]["group"] = "rotary"
+    (report,) = only(wrong)
+    assert fails(report) == {"queries and keys", "all of these"}
+    assert any("DOES NOT HOLD" in line for line in report.lines())
+
+
+def test_the_other_pairing():
+    wrong = data("llama")
+    wrong["attention"]["query_key"]["pairing"] = "interleaved"
+    (report,) = only(wrong)
+    assert fails(report) == {"queries and keys", "all of these"}
+
+
+def test_a_leg_that_is_left_out():
+    wrong = data("llama")
+    name = "model.layers.${layer_index}.self_attn.v_proj.bias?"
+    wrong["stream"]["tensors"][name] = "n"
+    del wrong["attention"]["tensors"][name]
+    (report,) = only(wrong)
+    assert fails(report) == {"order of heads", "values and output", "all of these"}
+
+
+def test_a_sign_that_is_left_out():
+    wrong = data("llama")
+    wrong["neurons"]["tensors"]["model.layers.${layer_index}.mlp.down_proj.weight"] = "~e f"
+    (report,) = only(wrong)
+    assert fails(report) == {"neurons", "all of these"}
+
+
+def test_experts_of_a_router_with_groups():
+    wrong = data("glm4_moe")
+    wrong["experts"]["groups"] = []
+    for report in only(wrong):
+        assert "experts" in fails(report)
+
+
+def test_rotations_behind_norms_after_a_branch():
+    wrong = data("gemma2")
+    wrong["stream"]["maps"].append("orthogonal")
+    wrong["stream"]["tensors"] = {
+        name: text.replace("e", "~e") if text == "e" else text
+        for name, text in wrong["stream"]["tensors"].items()
+    }
+    tied, untied = only(wrong)
+    assert "stream: orthogonal" not in {row.what for row in tied.rows}
+    assert "stream: orthogonal" in fails(untied)
+
+
+def test_a_writer_of_the_stream_that_is_left_out():
+    wrong = data("phi")
+    del wrong["stream"]["tensors"]["model.layers.${layer_index}.self_attn.dense.bias?"]
+    (report,) = only(wrong)
+    assert fails(report) == {"stream: permutation", "stream: orthogonal"}
+    assert report.unmentioned == ("model.layers.*.self_attn.dense.bias (2 layers)",)
+
+
+def test_tensors_that_the_file_does_not_mention():
+    wrong = data("qwen3")
+    wrong["stream"]["fixed"] = []
+    (report,) = only(wrong)
+    assert not fails(report) and not report.holds
+    assert report.unmentioned == (
+        "model.layers.*.self_attn.q_norm.weight (2 layers)",
+        "model.layers.*.self_attn.k_norm.weight (2 layers)",
+    )
+
+
+def test_tensors_on_which_nothing_acts():
+    """Leaving them out cannot show, so that nothing is proven of them."""
+    wrong = data("llama")
+    wrong["attention"] |= {"heads": False, "query_key": [], "value_output": {"group": "none"}}
+    (report,) = only(wrong)
+    assert not fails(report) and not report.holds
+    assert {name.split(".")[4] for name in report.unseen} == {
+        "q_proj",
+        "k_proj",
+        "v_proj",
+        "o_proj",
+    }
+
+
+# -- what cannot be checked -----------------------------------------------------------------------
+
+
+def test_a_tensor_of_another_shape():
+    wrong = data("llama")
+    wrong["sizes"]["vo"] = ["e"]
+    (report,) = only(wrong)
+    assert "self_attn.v_proj" in report.trouble and "'(kv vo)" in report.trouble
+    assert not report.holds
+
+
+def test_a_stream_of_another_width():
+    wrong = data("llama")
+    wrong["stream"]["tensors"]["lm_head.weight?"] = "~e v"
+    (report,) = only(wrong)
+    assert report.trouble.startswith("lm_head.weight: shape (67, 64)")
+
+
+def test_a_misspelt_tensor():
+    wrong = json.loads(json.dumps(data("llama")).replace("q_proj.weight", "q_porj.weight"))
+    (report,) = only(wrong)
+    assert "q_porj.weight: layer 0 of the model has no such tensor" in report.trouble
+
+
+def test_models_that_read_no_tokens_and_classes_that_are_not_there():
+    other = data("llama")
+    other["models"] = {"vit": ["ViTForImageClassification", "ViTForNothing"]}
+    pictures, nothing = check_family(Family.model_validate(other))
+    assert pictures.skipped == (
+        "it reads pixel_values, and only models that read tokens can be checked"
+    )
+    assert nothing.skipped == "transformers has no class of this name"
+    assert not pictures.rows and not nothing.rows
+
+
+def test_entries_that_transformers_does_not_take():
+    wrong = data("llama")
+    wrong["example"] = {"num_hidden_layers": "two"}
+    (report,) = only(wrong)
+    assert 'write entries that fit under "example"' in report.trouble
+
+
+# -- a user's own configuration -------------------------------------------------------------------
+
+
+def saved(config, folder, name):
+    config.architectures = [name]
+    config.save_pretrained(folder)
+    return folder
+
+
+def test_a_model_is_its_config_with_few_layers(tmp_path):
+    config = transformers.Gemma3TextConfig(
+        hidden_size=48,
+        intermediate_size=80,
+        num_hidden_layers=12,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=16,
+    )
+    folder = saved(config, tmp_path, "Gemma3ForCausalLM")
+    name, short = models.read_config(folder, DATA["gemma3"])
+    assert (name, short.num_hidden_layers, short.hidden_size) == ("Gemma3ForCausalLM", 2, 48)
+    (report,) = check_family(DATA["gemma3"], folder)
+    assert report.holds
+    assert any("bias" in template for template in report.absent)
+
+
+@pytest.mark.parametrize(
+    ("case", "overrides", "layers"),
+    [
+        ("cohere2", {"layer_types": [*["sliding_attention"] * 3, *["full_attention"] * 3]}, 4),
+        ("glm4_moe", {"first_k_dense_replace": 3}, 4),
+        ("llama", {}, 2),
+    ],
+)
+def test_a_layer_of_each_kind_is_kept(case, overrides, layers, tmp_path):
+    config = tiny.build(case, num_hidden_layers=6, **overrides).config
+    folder = saved(config, tmp_path, tiny.FAMILIES[case].model_class.__name__)
+    _, short = models.read_config(folder, DATA[case])
+    assert short.num_hidden_layers == layers
+
+
+def test_a_model_that_does_not_fit(tmp_path, monkeypatch):
+    folder = saved(tiny.build("llama").config, tmp_path, "LlamaForCausalLM")
+    monkeypatch.setattr(models, "_memory", lambda: 1 << 20)
+    (report,) = check_family(DATA["llama"], folder)
+    assert "2 of its layers take" in report.trouble and "leave out MODEL" in report.trouble
+
+
+@pytest.mark.parametrize(
+    ("case", "message"), [("qwen2", "does not declare Qwen2ForCausalLM"), (None, "cannot read its")]
+)
+def test_another_model(case, message, tmp_path):
+    if case:
+        saved(tiny.build(case).config, tmp_path, tiny.FAMILIES[case].model_class.__name__)
+    (report,) = check_family(DATA["llama"], tmp_path)
+    assert message in report.trouble and str(tmp_path) in report.trouble
+
+
+# -- the command ----------------------------------------------------------------------------------
+
+
+def run(*arguments):
+    return CliRunner().invoke(main, ["check-architecture", *map(str, arguments)])
+
+
+def test_the_command_says_what_holds_and_exits_with_0():
+    result = run(FOLDER / "qwen2.json")
+    assert result.exit_code == 0
+    assert "DOES NOT HOLD" not in result.output
+    assert result.output.endswith("All that was checked holds, on 1 model.\n")
+
+
+def test_the_command_exits_with_1_where_something_does_not_hold(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(data("qwen3")).replace("rotary_sign", "rotary"))
+    result = run(file)
+    assert result.exit_code == 1
+    assert "DOES NOT HOLD" in result.output and result.output.endswith("Not proven.\n")
+
+
+def test_the_command_exits_with_1_where_nothing_could_be_checked():
+    result = run(FOLDER / "baichuan.json")
+    assert result.exit_code == 1
+    assert (
+        "BaichuanForCausalLM: transformers has no class of this name; not checked" in result.output
+    )
+
+
+def test_the_command_refuses_a_bad_file_in_one_sentence(tmp_path):
+    file = tmp_path / "mine.json"
+    file.write_text("{}")
+    result = run(file)
+    assert result.exit_code == 1
+    assert result.output.startswith(f"Error: {file}: family: Field required; ")
+    assert "\n" not in result.output.rstrip()
+    assert run(tmp_path / "nowhere.json").output.startswith("Error: cannot read ")
