@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 
+import tiny
 from mergekit_rotation.architecture import Block, Family, find_family
 from mergekit_rotation.symmetry import (
     AttentionLayout,
@@ -113,6 +114,13 @@ def moved(
                 if template != forget:
                     result[name] = act(transformation, result[name], pattern, block.layout.sizes)
     return result
+
+
+def tolerance(sizes: Mapping[str, int], outputs: torch.Tensor) -> float:
+    """c n eps: n products are summed between input and output, c of rounding each."""
+    width = sizes.get("f", 0) + sizes.get("x", 0) * sizes.get("xf", 0) + sizes.get("sf", 0)
+    n = tiny.LAYERS * (sizes["e"] + width + sizes["heads"] * sizes["qk"])
+    return 8 * n * torch.finfo(torch.float64).eps * float(outputs.abs().max())
 
 
 def scrambled(state: State, config: Any, model_class: str, seed: int) -> State:

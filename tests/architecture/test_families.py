@@ -23,8 +23,8 @@ from mergekit_rotation.symmetry import (
 
 CASES = sorted(tiny.FAMILIES)
 DATA = {family.family: family for family in all_families()}
-#: whose code is not part of transformers
-REMOTE = {"baichuan", "exaone", "internlm2", "solar"}
+#: whose code is not part of transformers, see test_remote
+REMOTE = {"baichuan", "chatglm", "exaone", "internlm2", "qwen", "solar"}
 
 
 def attention(blocks):
@@ -55,11 +55,7 @@ class Model:
         return declared.legs(self.family, block, index, self.state)
 
     def tolerance(self):
-        """c n eps: n products are summed between input and output, c of rounding each."""
-        sizes = self.sizes
-        width = sizes.get("f", 0) + sizes.get("x", 0) * sizes.get("xf", 0) + sizes.get("sf", 0)
-        n = tiny.LAYERS * (sizes["e"] + width + sizes["heads"] * sizes["qk"])
-        return 8 * n * torch.finfo(torch.float64).eps * float(self.base.abs().max())
+        return declared.tolerance(self.sizes, self.base)
 
     def change(self, element_of, forget=None):
         """Return the largest change of the outputs under ``element_of(block, layer)``."""
@@ -74,6 +70,10 @@ def model(request):
 
 def test_every_data_file_is_proven():
     assert {case.family for case in tiny.FAMILIES.values()} == set(DATA) - REMOTE
+
+
+def test_families_are_marked_by_how_they_were_checked():
+    assert {family.family for family in all_families() if family.checked == "read"} == REMOTE
 
 
 def test_every_class_of_a_family_that_mergekit_merges_is_built():
