@@ -362,6 +362,7 @@ FAMILIES: dict[str, Case] = {
         biases=_ATTENTION_BIAS,
     ),
     "glm4": _case("glm4", "Glm4ForCausalLM", "Glm4Config", _WIDE_HEADS | _PARTIAL_ROTARY),
+    "glm": _case("glm", "GlmForCausalLM", "GlmConfig", _WIDE_HEADS | _PARTIAL_ROTARY),
     "stablelm": _case(
         "stablelm",
         "StableLmForCausalLM",

@@ -9,7 +9,7 @@ from mergekit_rotation.proof.check import Report, Row, check_family
 from mergekit_rotation.proof.elements import PARTS, element
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.proof.exact import exact_outputs, float64_exact, outputs, randomise
-from mergekit_rotation.proof.subject import Subject, scrambled
+from mergekit_rotation.proof.subject import Subject, scrambled, tolerance
 
 __all__ = [
     "PARTS",
@@ -24,4 +24,5 @@ __all__ = [
     "outputs",
     "randomise",
     "scrambled",
+    "tolerance",
 ]

@@ -9,7 +9,7 @@ import torch
 from transformers import PretrainedConfig
 
 from mergekit_rotation.architecture import Family, LayoutError, grouped
-from mergekit_rotation.proof.elements import LAYER, PARTS, element
+from mergekit_rotation.proof.elements import LAYER, PARTS, element, layer_count
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.proof.models import (
     build,
@@ -201,7 +201,7 @@ def _stream_rows(subject: Subject) -> Iterator[Row]:
 
 def _forgotten_legs(subject: Subject) -> Iterator[tuple[str, bool]]:
     """Yield template and whether its omission shows, for the tensors of all blocks."""
-    layers = range(subject.config.num_hidden_layers)
+    layers = range(layer_count(subject.config))
     legs = (subject.legs(block, index) for index in layers for block in subject.blocks(index))
     for template in dict.fromkeys(template for found in legs for template in found):
         change = subject.difference(subject.moved(element, forget=template))
@@ -230,5 +230,5 @@ def _matters(subject: Subject, template: str) -> bool:
 
 def _names(subject: Subject, template: str) -> list[str]:
     """Return the names of a template in all layers that have it."""
-    layers = range(subject.config.num_hidden_layers if LAYER in template else 1)
+    layers = range(layer_count(subject.config) if LAYER in template else 1)
     return [name for index in layers if (name := subject.name(template, index))]

@@ -73,6 +73,26 @@ def names_in_memory(model: PreTrainedModel, family: Family) -> dict[str, str]:
     return names
 
 
+def tolerance(family: Family, config: Any, outputs: torch.Tensor, maps: int = 1) -> float:
+    """Return c n eps: n products are summed between input and output, c of rounding each.
+
+    Parameters
+    ----------
+    family : Family
+    config : PretrainedConfig
+    outputs : Tensor
+        Of a model in float64.
+    maps : int
+        How many products of the stream's width there are in a layer.
+    """
+    sizes = family.layer(config).sizes
+    axes = [data.axis for data in family.neurons]
+    width = sum(sizes[axis] for axis in axes) + sizes.get("x", 0) * sizes.get("xf", 0)
+    heads = sizes["kv"] * sizes.get("g", 1) * sizes["qk"]
+    n = layer_count(config) * (maps * sizes["e"] + width + heads)
+    return ROUNDINGS * n * torch.finfo(torch.float64).eps * float(outputs.abs().max())
+
+
 def scrambled(model: PreTrainedModel, family: Family, seed: int) -> State:
     """Return a twin of a model: tensors in its dtypes, moved in float64, by its own names."""
     names, state = names_in_memory(model, family), model.state_dict()
@@ -169,16 +189,8 @@ class Subject:
         return moved(self.state, self.config, self.family, element_of, forget)
 
     def tolerance(self) -> float:
-        """Return c n eps: n products are summed between input and output, c of rounding each."""
-        return self._tolerance(self.sizes["e"])
-
-    def _tolerance(self, stream: int) -> float:
-        sizes = self.sizes
-        axes = [data.axis for data in self.family.neurons]
-        width = sum(sizes[axis] for axis in axes) + sizes.get("x", 0) * sizes.get("xf", 0)
-        heads = sizes["kv"] * sizes.get("g", 1) * sizes["qk"]
-        n = layer_count(self.config) * (stream + width + heads)
-        return ROUNDINGS * n * torch.finfo(torch.float64).eps * float(self.base.abs().max())
+        """Return what rounding can change, see `tolerance`."""
+        return tolerance(self.family, self.config, self.base)
 
     # -- the residual stream ----------------------------------------------------------------------
 
@@ -260,7 +272,7 @@ class Subject:
             if norm in self.stream.layout.readers
         ]
         condition = max((float(w.max() / w.min()) for w in weights), default=1.0)
-        return condition * self._tolerance(3 * self.sizes["e"])
+        return condition * tolerance(self.family, self.config, self.base, maps=3)
 
     def _layout(self, tensors: State) -> StreamLayout:
         """Return the layout with the norms carried that some reader has no bias for."""

@@ -25,8 +25,8 @@ from mergekit_rotation.symmetry import (
 
 CASES = sorted(tiny.FAMILIES)
 DATA = {family.family: family for family in all_families()}
-#: whose code is not part of transformers
-REMOTE = {"baichuan", "exaone", "internlm2", "solar"}
+#: whose code is not part of transformers, see test_remote
+REMOTE = {"baichuan", "chatglm", "exaone", "internlm2", "qwen", "solar"}
 
 
 def attention(blocks):
@@ -47,6 +47,10 @@ def model(request):
 
 def test_every_data_file_is_proven():
     assert {case.family for case in tiny.FAMILIES.values()} == set(DATA) - REMOTE
+
+
+def test_families_are_marked_by_how_they_were_checked():
+    assert {family.family for family in all_families() if family.checked == "read"} == REMOTE
 
 
 def test_every_class_of_a_family_that_mergekit_merges_is_built():
@@ -194,6 +198,8 @@ def test_size_expressions():
     assert evaluate("a / 4", config, {}) == 3
     assert evaluate("q * r.f", config, {"q": 96}) == 24
     assert evaluate("a / b", config, {}) is None
+    assert evaluate("2 * a // 5", config, {}) == 4
+    assert evaluate("a // 5 ^ 8", config, {}) == evaluate("8 ^ a // 3 * 2", config, {}) == 8
     with pytest.raises(LayoutError, match="cannot read"):
         evaluate("a + 1", config, {})
 
