@@ -113,8 +113,8 @@ KINDS = {
             BertConfig(vocab_size=257, max_position_embeddings=LENGTH, pad_token_id=0, **_SMALL)
         ),
         masked_bytes,
-        3000,
-        3e-3,
+        2000,
+        1e-3,
     ),
     "vision": Kind(
         "ViT (drawn symbols)",
