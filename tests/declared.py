@@ -119,7 +119,7 @@ def moved(
 def tolerance(sizes: Mapping[str, int], outputs: torch.Tensor) -> float:
     """c n eps: n products are summed between input and output, c of rounding each."""
     width = sizes.get("f", 0) + sizes.get("x", 0) * sizes.get("xf", 0) + sizes.get("sf", 0)
-    n = tiny.LAYERS * (sizes["e"] + width + sizes["heads"] * sizes["qk"])
+    n = tiny.LAYERS * (sizes["e"] + width + sizes.get("heads", 0) * sizes.get("qk", 0))
     return 8 * n * torch.finfo(torch.float64).eps * float(outputs.abs().max())
 
 

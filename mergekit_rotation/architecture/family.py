@@ -7,7 +7,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator
+from pydantic import BaseModel, ConfigDict, field_validator, model_validator
 
 from mergekit_rotation.architecture.sizes import LayoutError, first, lookup
 from mergekit_rotation.symmetry import (
@@ -323,20 +323,18 @@ class Family(_Data):
     checked: Literal["run", "read"] = "run"
     notes: str = ""
 
-    @field_validator("sizes")
-    @classmethod
-    def _name_every_axis(
-        cls, sizes: Mapping[str, tuple[str, ...]]
-    ) -> Mapping[str, tuple[str, ...]]:
-        missing = {"kv", "qk", "vo", "e"} - set(sizes)
-        if missing:
-            raise ValueError(f"sizes of axes {sorted(missing)} are missing")
-        return sizes
-
     @field_validator("neurons", mode="before")
     @classmethod
     def _one_or_more(cls, value: Any) -> Any:
         return value if isinstance(value, list | tuple) else (value,)
+
+    @model_validator(mode="after")
+    def _name_every_axis(self) -> "Family":
+        needed = {"e"} if self.attention is None else {"e", "kv", "qk", "vo"}
+        missing = needed - set(self.sizes)
+        if missing:
+            raise ValueError(f"sizes of axes {sorted(missing)} are missing")
+        return self
 
     def layer(self, config: object, index: int = 0) -> Layer:
         """Return the layouts of a layer for a transformers configuration.

@@ -109,7 +109,7 @@ class Model:
         """c n eps, with the products that the map adds to every tensor and the norms' condition."""
         sizes = self.sizes
         width = sizes.get("f", 0) + sizes.get("x", 0) * sizes.get("xf", 0) + sizes.get("sf", 0)
-        n = tiny.LAYERS * (3 * sizes["e"] + width + sizes["heads"] * sizes["qk"])
+        n = tiny.LAYERS * (3 * sizes["e"] + width + sizes.get("heads", 0) * sizes.get("qk", 0))
         weights = [
             (w.double() + self.stream.layout.offset).abs()
             for state in (self.state, self.other)
