@@ -24,7 +24,7 @@ from mergekit_rotation.symmetry import (
 CASES = sorted(tiny.FAMILIES)
 DATA = {family.family: family for family in all_families()}
 #: whose code is not part of transformers, see test_remote
-REMOTE = {"baichuan", "chatglm", "exaone", "internlm2", "qwen", "solar"}
+REMOTE = {"baichuan", "chatglm", "exaone", "internlm2", "jais", "phi3small", "qwen", "solar"}
 
 
 def attention(blocks):
