@@ -174,6 +174,24 @@ _AFMOE = _SLIDING | {
     "num_dense_layers": 1,
     "experts_implementation": "eager",
 }
+_LLAMA4_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "vision_output_dim": 16,
+    "projector_input_dim": 16,
+    "projector_output_dim": 16,
+}
+_MAMBA = _SPECIAL | {
+    "vocab_size": VOCABULARY,
+    "hidden_size": HIDDEN,
+    "num_hidden_layers": LAYERS,
+    "state_size": 8,
+    "time_step_rank": 6,
+}
 _OPT = _SPECIAL | {
     "vocab_size": VOCABULARY,
     "hidden_size": HIDDEN,
@@ -538,6 +556,37 @@ FAMILIES: dict[str, Case] = {
         _WIDE_HEADS | _AFMOE,
         biases=_ATTENTION_BIAS,
     ),
+    "llama4_vl": _case(
+        "llama4_vl",
+        "Llama4ForConditionalGeneration",
+        "Llama4Config",
+        {
+            "text_config": _WIDE_HEADS | _LLAMA4 | {"moe_layers": [1]},
+            "vision_config": _LLAMA4_VISION,
+        },
+        biases={"text_config": _WIDE_HEADS | _LLAMA4 | _ATTENTION_BIAS | {"moe_layers": [1]}},
+    ),
+    "qwen2_moe": _case(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        _GROUPED | _QWEN3_EXPERTS | {"shared_expert_intermediate_size": 56, "mlp_only_layers": [1]},
+        mergeable=False,
+    ),
+    "qwen2_moe-all-experts": _case(
+        "qwen2_moe",
+        "Qwen2MoeForCausalLM",
+        "Qwen2MoeConfig",
+        _GROUPED | _QWEN3_EXPERTS | {"shared_expert_intermediate_size": 56},
+    ),
+    "olmoe": _case(
+        "olmoe",
+        "OlmoeForCausalLM",
+        "OlmoeConfig",
+        _GROUPED | _EXPERTS | {"num_experts": 5, "intermediate_size": 28},
+        biases=_ATTENTION_BIAS,
+    ),
+    "mamba": _case("mamba", "MambaForCausalLM", "MambaConfig", _MAMBA, biases={"use_bias": True}),
     "mistral-ministral": _case(
         "mistral", "MinistralForCausalLM", "MinistralConfig", _WIDE_HEADS | _SLIDING
     ),

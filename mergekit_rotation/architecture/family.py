@@ -329,16 +329,6 @@ class Family(_Data):
     example: Mapping[str, Any] = {}
     notes: str = ""
 
-    @field_validator("sizes")
-    @classmethod
-    def _name_every_axis(
-        cls, sizes: Mapping[str, tuple[str, ...]]
-    ) -> Mapping[str, tuple[str, ...]]:
-        missing = {"kv", "qk", "vo", "e"} - set(sizes)
-        if missing:
-            raise ValueError(f"sizes of axes {sorted(missing)} are missing")
-        return sizes
-
     @field_validator("neurons", mode="before")
     @classmethod
     def _one_or_more(cls, value: Any) -> Any:

@@ -88,6 +88,6 @@ def _stream(family: Family) -> str:
 
 def _group(group: HeadGroup) -> str:
     text = _GROUPS[group.group]
-    if group.group.startswith("rotary") and len(group.rotary_dims) > 1:
+    if group.group.startswith("rotary") and group.rotary_dims != ("qk",):
         text += ", O on the rest" if group.group == "rotary" else ", a sign per dimension besides"
     return text

@@ -49,6 +49,8 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> None:
 
 def outputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """All logits of a model, or its last hidden state, flattened, as float64."""
+    if type(model).__name__ == "Llama4ForConditionalGeneration":
+        model = model.language_model  # its own forward fails without an image
     with torch.no_grad():
         result = model(**inputs)
     values = result.logits if "logits" in result else result.last_hidden_state

@@ -88,7 +88,7 @@ def tolerance(family: Family, config: Any, outputs: torch.Tensor, maps: int = 1)
     sizes = family.layer(config).sizes
     axes = [data.axis for data in family.neurons]
     width = sum(sizes[axis] for axis in axes) + sizes.get("x", 0) * sizes.get("xf", 0)
-    heads = sizes["kv"] * sizes.get("g", 1) * sizes["qk"]
+    heads = sizes.get("kv", 0) * sizes.get("g", 1) * sizes.get("qk", 0)
     n = layer_count(config) * (maps * sizes["e"] + width + heads)
     return ROUNDINGS * n * torch.finfo(torch.float64).eps * float(outputs.abs().max())
 

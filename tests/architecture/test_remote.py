@@ -164,6 +164,10 @@ REMOTE = {
 }
 
 
+#: transformers has no gated units beside ALiBi, and no limited ones in an attention like theirs
+WITHOUT_TWIN = {"jais", "phi3small"}
+
+
 class Config(SimpleNamespace):
     def get_text_config(self):
         return self
@@ -222,6 +226,11 @@ class Model:
 @pytest.fixture(scope="module", params=sorted(REMOTE))
 def model(request):
     return Model(request.param)
+
+
+def test_every_family_that_was_read_has_a_twin_if_there_is_one():
+    read = {family.family for family in all_families() if family.checked == "read"}
+    assert set(REMOTE) == read - WITHOUT_TWIN
 
 
 def test_the_twin_has_the_same_tensors(model):
