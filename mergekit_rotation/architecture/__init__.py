@@ -6,6 +6,7 @@ symmetry package and pydantic, never mergekit.
 """
 
 from mergekit_rotation.architecture.family import (
+    LAYER,
     Block,
     Conditions,
     Family,
@@ -27,6 +28,7 @@ from mergekit_rotation.architecture.own import (
 )
 
 __all__ = [
+    "LAYER",
     "VARIABLE",
     "Block",
     "Conditions",

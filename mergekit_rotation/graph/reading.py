@@ -7,13 +7,11 @@ import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
 
-from mergekit_rotation.architecture import Block, Family
+from mergekit_rotation.architecture import LAYER, Block, Family
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.layout import Unsupported, layout_of
 from mergekit_rotation.graph.tasks import CheckedLoad
 from mergekit_rotation.symmetry import bias_of
-
-LAYER = "${layer_index}"
 
 
 class ModelTensors:

@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig
 
-from mergekit_rotation.architecture import Family, LayoutError, grouped
-from mergekit_rotation.proof.elements import LAYER, PARTS, element
+from mergekit_rotation.architecture import LAYER, Family, LayoutError, grouped
+from mergekit_rotation.proof.elements import PARTS, element
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.proof.models import (
     build,

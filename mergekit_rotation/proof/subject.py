@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
-from mergekit_rotation.architecture import Block, Family
-from mergekit_rotation.proof.elements import LAYER, State, legs, moved, present, stored
+from mergekit_rotation.architecture import LAYER, Block, Family
+from mergekit_rotation.proof.elements import State, legs, moved, present, stored
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.proof.exact import Float64, exact_copy, outputs, randomise
 from mergekit_rotation.symmetry import (
