@@ -33,8 +33,8 @@ class _Commands(click.Group):
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing mergekit, which takes seconds."""
-        rows = {name: command.get_short_help_str(60) for name, command in self.commands.items()}
-        rows["yaml"] = "The same as mergekit-yaml, where start-up hooks do not run."
+        rows = {name: command.get_short_help_str(55) for name, command in self.commands.items()}
+        rows["yaml"] = "mergekit-yaml, where start-up hooks do not run."
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows.items()))
 

@@ -1,12 +1,15 @@
 """What the README says is so."""
 
+import json
 import re
 from pathlib import Path
 
 import pytest
 
+from mergekit_rotation.architecture import VARIABLE, Family
 from mergekit_rotation.architecture.table import support_table
 from mergekit_rotation.graph.parameters import KNOWN, RESERVED
+from mergekit_rotation.proof import check_family
 from merging import command
 
 ROOT = Path(__file__).parents[1]
@@ -19,9 +22,19 @@ def test_the_table_of_families_is_generated():
     assert between.group(1) == support_table()
 
 
-@pytest.mark.parametrize("name", [*KNOWN, *RESERVED])
+def test_the_declaration_that_is_shown_holds():
+    text = re.search(r"```json\n(.*?)```", README, re.DOTALL)
+    assert text is not None
+    shown = json.loads(text.group(1))
+    family = Family.model_validate({**shown, "models": {"mistral": ["MistralForCausalLM"]}})
+    (report,) = check_family(family)
+    assert report.holds and len(report.rows) == 7
+    assert not report.absent and not report.idle
+
+
+@pytest.mark.parametrize("name", [*KNOWN, *RESERVED, VARIABLE])
 def test_every_parameter_is_documented(name):
-    assert f"`{name}`" in README
+    assert f"`{name}`" in README or f"`{name}=" in README
 
 
 def losses(*folders):

@@ -1,11 +1,12 @@
 """Architectures as data: which symmetries a family of transformers has, and where they live.
 
 One JSON file per family under ``data/``; `Family` reads it and `Family.layer` turns it into the
-layouts of `mergekit_rotation.symmetry` for one model configuration. This package imports the
-symmetry package and pydantic, never mergekit.
+layouts of `mergekit_rotation.symmetry` for one model configuration. A user's own files come from
+`own_families`. This package imports the symmetry package and pydantic, never mergekit.
 """
 
 from mergekit_rotation.architecture.family import (
+    LAYER,
     Block,
     Conditions,
     Family,
@@ -27,6 +28,7 @@ from mergekit_rotation.architecture.own import (
 )
 
 __all__ = [
+    "LAYER",
     "VARIABLE",
     "Block",
     "Conditions",

@@ -29,6 +29,7 @@ from mergekit_rotation.symmetry import (
 )
 
 __all__ = [
+    "LAYER",
     "Block",
     "Conditions",
     "Family",
@@ -41,6 +42,9 @@ __all__ = [
     "supported",
 ]
 
+
+#: stands for the index of a layer in the names of tensors
+LAYER = "${layer_index}"
 
 #: paths into a configuration, with the values under which something holds
 Conditions = Mapping[str, tuple[Any, ...]]

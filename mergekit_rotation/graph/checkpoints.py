@@ -73,22 +73,6 @@ class Checkpoint:
             self._convertible[target] = bool(found)
         return self._convertible[target]
 
-    def presented(self, name: str) -> set[str]:
-        """Return the names under which mergekit may hand over a stored tensor, or a part of it.
-
-        mergekit follows the conversions of transformers from the layout of files to that of
-        models: tensors are renamed, or packed into one (the experts of a layer).
-        """
-        names = {name}
-        for transform in get_checkpoint_conversion_mapping(self.config.model_type) or ():
-            for known in list(names):
-                renamed, pattern = transform.rename_source_key(known)
-                if pattern is None:
-                    continue
-                targets = list(transform.target_patterns)
-                names |= {renamed, *(renamed.replace(targets[0], t, 1) for t in targets)}
-        return names
-
     @cached_property
     def _conversions(self) -> list[Any]:
         return list(get_checkpoint_conversion_mapping(self.config.model_type) or ())

@@ -45,8 +45,8 @@ class Context:
             for file, family in self._own.items():
                 if family is checkpoint.family:
                     self.warn_once(
-                        f"{file}: your own declaration of {family.family} is used for "
-                        f"{checkpoint.model_class}; mergekit-rotation check-architecture proves it"
+                        f"{file}: your own declaration of {family.family} is used "
+                        f"for {checkpoint.model_class}; check-architecture tells whether it holds"
                     )
         return self._checkpoints[model]
 

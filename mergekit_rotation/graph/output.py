@@ -6,12 +6,13 @@ from dataclasses import dataclass
 from mergekit.common import ModelReference
 from mergekit.config import ConfigReader, InputSliceDefinition
 
+from mergekit_rotation.architecture import LAYER
 from mergekit_rotation.graph import parameters
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.layer import Entry, LayerPlan
 from mergekit_rotation.graph.moving import Fingerprints
-from mergekit_rotation.graph.reading import LAYER, ModelTensors
+from mergekit_rotation.graph.reading import ModelTensors
 from mergekit_rotation.symmetry import ModelTransformation
 
 

@@ -7,13 +7,11 @@ import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
 
-from mergekit_rotation.architecture import Block, Family
+from mergekit_rotation.architecture import LAYER, Block, Family
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.layout import Unsupported, layout_of
 from mergekit_rotation.graph.tasks import CheckedLoad
 from mergekit_rotation.symmetry import bias_of
-
-LAYER = "${layer_index}"
 
 
 class ModelTensors:
@@ -143,7 +141,7 @@ class ModelTensors:
             layers = range(self.num_layers) if LAYER in template else [0]
             known |= {p + template.replace(LAYER, str(i)) for p in prefixes for i in layers}
         for name in self.checkpoint.index.tensor_paths:
-            if name not in known and not known & self.checkpoint.presented(name):
+            if not self.checkpoint.converted(name) & known:
                 raise Unsupported(
                     f"{self.model}: the family {self.family.family} does not say how {name} moves "
                     "with the residual stream; set align_residual: none"

@@ -12,9 +12,10 @@ from mergekit.common import ModelReference
 from safetensors import safe_open
 from safetensors.torch import save_file
 
+from mergekit_rotation.architecture import LAYER
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.moving import Fingerprints, fingerprint
-from mergekit_rotation.graph.reading import LAYER, ModelTensors
+from mergekit_rotation.graph.reading import ModelTensors
 from mergekit_rotation.symmetry import (
     Element,
     ModelTransformation,

@@ -5,10 +5,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from mergekit_rotation.architecture import LAYER
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.moving import ROWS, Fingerprints, fingerprint
-from mergekit_rotation.graph.reading import LAYER, ModelTensors
+from mergekit_rotation.graph.reading import ModelTensors
 from mergekit_rotation.graph.tasks import check_shape
 from mergekit_rotation.graph.vocabulary import Rows, matching_rows
 from mergekit_rotation.symmetry import (

@@ -6,14 +6,15 @@ from functools import partial
 from pathlib import Path
 
 import torch
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
-from mergekit_rotation.architecture import Family, LayoutError, grouped
-from mergekit_rotation.proof.elements import LAYER, PARTS, element, layer_count
+from mergekit_rotation.architecture import LAYER, Family, LayoutError, grouped
+from mergekit_rotation.proof.elements import PARTS, element, layer_count
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.proof.models import (
     build,
     example_configs,
+    line,
     model_class,
     read_config,
     text_inputs,
@@ -126,7 +127,7 @@ def check_family(family: Family, folder: Path | None = None) -> Iterator[Report]
     if folder is not None:
         try:
             name, config = read_config(folder, family)
-        except ProofError as problem:
+        except (ProofError, LayoutError) as problem:
             yield Report(family.family, trouble=str(problem))
             return
         yield from _check_class(family, name, {"": config})
@@ -154,10 +155,18 @@ def _check_class(
             which = ", ".join(text for text in (alternative, variant) if text)
             title = f"{name} ({which})" if which else name
             try:
-                model = build(name, one)
-                yield _check(Subject(model, text_inputs(model), family), title)
+                yield _check(_subject(build(name, one), family), title)
             except (ProofError, LayoutError) as problem:
                 yield Report(title, trouble=str(problem))
+
+
+def _subject(model: PreTrainedModel, family: Family) -> Subject:
+    try:
+        return Subject(model, text_inputs(model), family)
+    except (ProofError, LayoutError):
+        raise
+    except Exception as problem:
+        raise ProofError(f"it does not run on random tokens ({line(problem)})") from problem
 
 
 def _check(subject: Subject, title: str) -> Report:

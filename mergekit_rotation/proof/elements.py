@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from mergekit_rotation.architecture import Block, Family
+from mergekit_rotation.architecture import LAYER, Block, Family
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.symmetry import (
     AttentionLayout,
@@ -20,7 +20,6 @@ from mergekit_rotation.symmetry import (
     act,
 )
 
-LAYER = "${layer_index}"
 #: kinds of symmetries of the blocks, by the axis that they act on
 PARTS = ("heads", "qk", "vo", "f", "x")
 State = dict[str, torch.Tensor]

@@ -67,13 +67,14 @@ def example_configs(family: Family, model_type: str) -> dict[str, PretrainedConf
             config = make(**copy.deepcopy(entries), attn_implementation="eager")
         except Exception as problem:
             raise ProofError(
-                f"{make.__name__} does not take {entries} ({_line(problem)}); write entries that "
+                f"{make.__name__} does not take {entries} ({line(problem)}); write entries that "
                 'fit under "example", or name a MODEL'
             ) from problem
-        if not holds(family.when, config):
+        whole = {path: values for path, values in conditions[0].items() if _LAYER not in path}
+        if not (holds(family.when, config) and holds(whole, config)):
             raise ProofError(
-                'its conditions "when" do not hold in a small model; write entries that fit under '
-                '"example", or name a MODEL'
+                f'the conditions "when" {alternative or "of the file"} do not hold in a small '
+                'model; write entries that fit under "example", or name a MODEL'
             )
         configs[alternative] = config
     return configs
@@ -129,24 +130,33 @@ def read_config(folder: Path, family: Family) -> tuple[str, PretrainedConfig]:
         If the file does not declare the model, or it does not fit into memory.
     """
     try:
-        config = AutoConfig.from_pretrained(folder, local_files_only=True)
+        config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
     except (OSError, ValueError) as problem:
-        raise ProofError(f"{folder}: cannot read its config.json ({_line(problem)})") from problem
+        raise ProofError(f"{folder}: cannot read its config.json ({line(problem)})") from problem
     name = str(next(iter(config.architectures or ["?"])))
     if name not in family.models.get(config.model_type, ()) or not holds(family.when, config):
         raise ProofError(
             f"{folder}: the file does not declare {name} ({config.model_type}) under its config"
         )
-    return name, _shortened(config, model_class(name), family, folder)
+    short = _shortened(name, config, family)
+    with torch.device("meta"):
+        size = sum(parameter.numel() for parameter in build(name, short).parameters())
+    # The model, its tensors, those of a second model and what has been moved, in float64.
+    demand, memory = 4 * 8 * size, _memory()
+    if memory is not None and demand > memory:
+        raise ProofError(
+            f"{folder}: {short.num_hidden_layers} of its layers take {demand / 2**30:.0f} GiB in "
+            f"float64, and this machine has {memory / 2**30:.0f} GiB; leave out MODEL to check a "
+            "small model of the class"
+        )
+    return name, short
 
 
-def _shortened(
-    config: PretrainedConfig, kind: type[PreTrainedModel], family: Family, folder: Path
-) -> PretrainedConfig:
-    """Return a configuration with as few layers as hold one of each kind, but two."""
+def _shortened(name: str, config: PretrainedConfig, family: Family) -> PretrainedConfig:
+    """Return a configuration with few tokens, and layers until there is one of each kind."""
     layers = config.num_hidden_layers
     with torch.device("meta"):
-        state = dict(kind(config).state_dict())
+        state = dict(build(name, config).state_dict())
     kinds = [
         [(block.kind, repr(block.layout)) for block in present(family, config, index, state)]
         for index in range(layers)
@@ -155,24 +165,15 @@ def _shortened(
     count = min(layers, max(2, *needed))
     short = copy.deepcopy(config)
     for part in {id(c): c for c in (short, short.get_text_config())}.values():
-        for name, value in part.to_dict().items():
+        for key, value in part.to_dict().items():
             if isinstance(value, list) and len(value) == layers:
-                setattr(part, name, value[:count])
-        for name, entry in {**_ENTRIES, "num_hidden_layers": count}.items():
-            if name != "max_position_embeddings" and hasattr(part, name):
-                setattr(part, name, entry)
+                setattr(part, key, value[:count])
+        for key, entry in {**_ENTRIES, "num_hidden_layers": count}.items():
+            if key != "max_position_embeddings" and hasattr(part, key):
+                setattr(part, key, entry)
         part._attn_implementation = "eager"
         if family.experts is not None:
             part._experts_implementation = "eager"
-    with torch.device("meta"):
-        size = sum(p.numel() for p in kind(short).parameters())
-    # The model, its tensors, those of a second model and what has been moved, in float64.
-    demand, memory = 4 * 8 * size, _memory()
-    if memory is not None and demand > memory:
-        raise ProofError(
-            f"{folder}: {count} of its layers take {demand / 2**30:.0f} GiB in float64, and this "
-            f"machine has {memory / 2**30:.0f} GiB; check a small model: leave out MODEL"
-        )
     return short
 
 
@@ -207,8 +208,8 @@ def build(name: str, config: PretrainedConfig) -> PreTrainedModel:
         raise
     except Exception as problem:
         raise ProofError(
-            f"transformers cannot build a small model of it ({_line(problem)}); write entries "
-            'that fit under "example", or name a MODEL'
+            f"transformers cannot build it ({line(problem)}); write entries that fit under "
+            '"example", or name another MODEL'
         ) from problem
 
 
@@ -223,5 +224,6 @@ def text_inputs(model: PreTrainedModel, length: int = 12, seed: int = 0) -> dict
     return inputs | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
 
 
-def _line(problem: Exception) -> str:
+def line(problem: Exception) -> str:
+    """Return the message of an error as one line."""
     return " ".join(str(problem).split())

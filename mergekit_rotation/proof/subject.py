@@ -10,9 +10,8 @@ from transformers import PreTrainedModel
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.core_model_loading import WeightRenaming
 
-from mergekit_rotation.architecture import Block, Family
+from mergekit_rotation.architecture import LAYER, Block, Family
 from mergekit_rotation.proof.elements import (
-    LAYER,
     State,
     element,
     layer_count,

@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import tiny
-from mergekit_rotation.architecture import all_families, find_family
+from mergekit_rotation.architecture import LAYER, all_families, find_family
 from mergekit_rotation.proof import element, elements, tolerance
-from mergekit_rotation.proof.elements import LAYER
 
 Q, K, V, OUT = (f"model.layers.{LAYER}.self_attn.{x}_proj" for x in "qkvo")
 GATE, UP, DOWN = (f"model.layers.{LAYER}.mlp.{x}_proj" for x in ("gate", "up", "down"))

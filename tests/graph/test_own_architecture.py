@@ -4,12 +4,17 @@ import json
 from importlib.resources import files
 
 import pytest
+import torch
+import transformers
 from mergekit.config import MergeConfiguration
 
-from mergekit_rotation.architecture import VARIABLE
+from mergekit_rotation.architecture import VARIABLE, read_family
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.errors import RotationError
-from merging import Twins, config, merge, merged
+from mergekit_rotation.proof import check_family, element, randomise
+from mergekit_rotation.proof.elements import moved
+from mergekit_rotation.proof.models import build
+from merging import Twins, changed_copy, config, merge, merged, weights
 
 LLAMA = (files("mergekit_rotation.architecture") / "data" / "llama.json").read_text("utf-8")
 
@@ -75,6 +80,45 @@ def test_one_error_names_file_and_field(twins, own, tmp_path):
     (line,) = [line for line in result.output.splitlines() if line.startswith("Error: ")]
     assert line.startswith(f"Error: align_architecture: {own}: stream.norm: Input should be")
     assert not (tmp_path / "out").exists()
+
+
+def test_a_model_that_nobody_knows(tmp_path):
+    """Declared, proven and merged: its twin in other coordinates returns."""
+    data = {**json.loads(LLAMA), "family": "mine", "models": {"olmo": ["OlmoForCausalLM"]}}
+    data["stream"] |= {"norm": "layer", "norms": {}}  # without weights
+    file = tmp_path / "mine.json"
+    file.write_text(json.dumps(data))
+    family = read_family(file)
+    assert all(report.holds and report.rows for report in check_family(family))
+
+    sizes = {"hidden_size": 48, "intermediate_size": 80, "vocab_size": 67, "num_hidden_layers": 2}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 32}
+    settings = transformers.OlmoConfig(**sizes, **heads, pad_token_id=0)
+    model = build("OlmoForCausalLM", settings)
+    randomise(model)
+    model.save_pretrained(tmp_path / "a")
+
+    def scramble(state):
+        state = {name: x.double() for name, x in state.items()}
+        return {
+            name: x.float().contiguous()
+            for name, x in moved(state, settings, family, element).items()
+        }
+
+    twin = changed_copy(tmp_path / "a", tmp_path / "b", scramble)
+    raw = config("rotation_linear", [tmp_path / "a", twin])
+    raw["parameters"] = {"align_architecture": str(file)}
+    ours, plain = (
+        weights(merged({**raw, **change}, tmp_path / f"out-{k}"))
+        for k, change in enumerate([{}, {"merge_method": "linear", "parameters": {}}])
+    )
+    original = weights(tmp_path / "a")
+    for name, x in original.items():
+        bound = 64 * x.shape[-1] * torch.finfo(torch.float32).eps * float(x.norm())
+        assert float((ours[name] - x).norm()) <= bound, name
+    assert any(
+        float((plain[name] - x).norm()) > 0.1 * float(x.norm()) for name, x in original.items()
+    )
 
 
 @pytest.mark.parametrize(

@@ -200,6 +200,30 @@ def test_entries_that_transformers_does_not_take():
     assert 'write entries that fit under "example"' in report.trouble
 
 
+def test_conditions_that_no_small_model_fulfils():
+    wrong = data("llama")
+    wrong["attention"]["query_key"]["when"] = {"rope_parameters.rope_type": ["yarn"]}
+    (report,) = only(wrong)
+    assert 'the conditions "when" rope_parameters.rope_type: "yarn" do not hold' in report.trouble
+
+
+def test_sizes_that_contradict_each_other():
+    wrong = data("llama")
+    wrong["attention"]["query_key"]["rotary_dims"] = ["kv / 2"]
+    (report,) = only(wrong)
+    assert report.trouble == "1 rotary dimensions in a head of 32"
+
+
+def test_a_model_that_does_not_run():
+    wrong = data("llama")
+    wrong["example"] = {"pad_token_id": 5, "num_key_value_heads": 3}
+    (report,) = only(wrong)
+    assert report.trouble == "heads / kv: 4 is not a multiple of 3"
+    wrong["example"] = {"hidden_act": "nothing"}
+    (report,) = only(wrong)
+    assert report.trouble.startswith("transformers cannot build it")
+
+
 # -- a user's own configuration -------------------------------------------------------------------
 
 
