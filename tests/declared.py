@@ -37,7 +37,7 @@ def element(
     parts: Collection[str] = PARTS,
     group: Group | None = None,
 ) -> Transformation:
-    """Draw a random element of what a block declares; `group` in place of that of queries."""
+    """Draw a random element of what a block declares; `group` in place of those of heads."""
     generator = torch.Generator().manual_seed(100 + seed)
     sizes, layout = block.layout.sizes, block.layout
     result: list[Any] = []
@@ -53,7 +53,8 @@ def element(
             chosen = group or layout.query_key
             result.append(Rotate("qk", chosen.sample(kv, generator), per="kv"))
         if "vo" in parts:
-            result.append(Rotate("vo", layout.value_output.sample(kv, generator), per="kv"))
+            chosen = group or layout.value_output
+            result.append(Rotate("vo", chosen.sample(kv, generator), per="kv"))
     elif isinstance(layout, ExpertLayout):
         experts, f, per = sizes["x"], sizes["f"], sizes["x"] // layout.groups
         if "x" in parts:

@@ -116,7 +116,7 @@ _QWEN3_EXPERTS = _EXPERTS | {"num_experts": 5, "moe_intermediate_size": 28}
 _GLM4_MOE = _EXPERTS | {
     "n_routed_experts": 6,
     "n_group": 2,
-    "topk_group": 2,
+    "topk_group": 1,
     "n_shared_experts": 2,
     "moe_intermediate_size": 28,
     "first_k_dense_replace": 1,

@@ -8,6 +8,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache, LoadTensor
 from safetensors import safe_open
 from transformers import PretrainedConfig
+from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mergekit_rotation.graph.errors import RotationError
 
@@ -52,6 +53,15 @@ class Checkpoint:
             can_convert_checkpoint_keys(self.config.model_type, names, target)
             for target in [load.tensor, *(load.aliases or ())]
         )
+
+    def loaded_as(self, name: str) -> str:
+        """Return the name of the tensor that a stored one becomes, or becomes a part of.
+
+        mergekit loads tensors (experts, say) as transformers packs and names them.
+        """
+        for transform in get_checkpoint_conversion_mapping(self.config.model_type) or ():
+            name, _ = transform.rename_source_key(name)
+        return name
 
     def header(self, name: str) -> tuple[tuple[int, ...], str] | None:
         """Return shape and safetensors dtype of a stored tensor; None for pickled files."""

@@ -144,7 +144,7 @@ class ModelTensors:
             layers = range(self.num_layers) if LAYER in template else [0]
             known |= {p + template.replace(LAYER, str(i)) for p in prefixes for i in layers}
         for name in self.checkpoint.index.tensor_paths:
-            if name not in known:
+            if known.isdisjoint((name, self.checkpoint.loaded_as(name))):
                 raise Unsupported(
                     f"{self.model}: the family {self.family.family} does not say how {name} moves "
                     "with the residual stream; set align_residual: none"

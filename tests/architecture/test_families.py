@@ -13,6 +13,7 @@ from declared import PARTS, element
 from mergekit_rotation.architecture import Family, LayoutError, all_families, find_family
 from mergekit_rotation.architecture.sizes import evaluate
 from mergekit_rotation.symmetry import (
+    ExpertLayout,
     Orthogonal,
     Permute,
     PlaneRotations,
@@ -120,12 +121,14 @@ def is_key_bias_without_rotary(block, template):
 
 def test_larger_groups_change_the_function(model):
     for index in range(tiny.LAYERS):
-        groups = [block.layout.query_key for block in attention(model.blocks(index))]
-        for wrong in (g for group in groups for g in too_large(group)):
-            change = model.change(
-                lambda block, k, g=wrong, i=index: element(block, k, ("qk",), g) if k == i else ()
-            )
-            assert change > 1e6 * model.tolerance(), wrong
+        for block in attention(model.blocks(index)):
+            wrong = [("qk", group) for group in too_large(block.layout.query_key)]
+            wrong += [("vo", group) for group in too_large(block.layout.value_output)]
+            for part, group in wrong:
+                change = model.change(
+                    lambda b, k, p=part, g=group, i=index: element(b, k, (p,), g) if k == i else ()
+                )
+                assert change > 1e6 * model.tolerance(), (part, group)
 
 
 def too_large(group):
@@ -156,6 +159,18 @@ def test_query_heads_do_not_leave_their_group(model):
         state[name] = act((Permute("h", order),), state[name], loose, all_sizes)
     change = float((model.outputs(state) - model.base).abs().max())
     assert change > 1e6 * model.tolerance()
+
+
+def test_experts_do_not_leave_their_group(model):
+    def across(block, index):
+        layout = block.layout
+        if not isinstance(layout, ExpertLayout) or layout.groups == 1:
+            return ()
+        return (Permute("x", torch.arange(layout.sizes["x"]).roll(1)),)
+
+    blocks = [block for index in range(tiny.LAYERS) for block in model.blocks(index)]
+    if any(across(block, 0) for block in blocks):
+        assert model.change(across) > 1e6 * model.tolerance()
 
 
 # -- reading a configuration ------------------------------------------------------------------
@@ -231,6 +246,13 @@ def test_a_misspelt_entry_of_a_data_file_is_refused():
         Family.model_validate({**data, "attension": {}})
     with pytest.raises(ValueError, match="sizes of axes"):
         Family.model_validate({**data, "sizes": {"e": ["hidden_size"]}})
+
+
+def test_configurations_that_a_file_excludes_have_no_family():
+    case = tiny.build("granitemoehybrid")
+    assert find_family(case.config, type(case).__name__) is DATA["granitemoehybrid"]
+    case.config.num_local_experts = 0
+    assert find_family(case.config, type(case).__name__) is None
 
 
 def test_unknown_classes_have_no_family():

@@ -4,6 +4,7 @@ As in `test_families`: random elements on tiny random models in float64, with th
 model as the target; each tensor that is forgotten and each map that is too large has to show.
 """
 
+import copy
 from dataclasses import replace
 
 import pytest
@@ -22,6 +23,7 @@ from mergekit_rotation.symmetry import (
     out_of_stream,
     target_norm,
 )
+from merging import config, merged
 
 LAYER = "${layer_index}"
 TIED = {"tie_word_embeddings": True}
@@ -38,8 +40,8 @@ CASES = [
 class Model:
     """A tiny model in exact float64, its stream as declared, and the norms of another model."""
 
-    def __init__(self, case, ties):
-        build = {"biases": True, **ties}
+    def __init__(self, case, ties, biases=True):
+        build = {"biases": biases, **ties}
         self.model = tiny.build(case, seed=3, **build)
         self.inputs = tiny.inputs(case)
         self.state = {k: v.double() for k, v in self.model.state_dict().items()}
@@ -194,3 +196,21 @@ def test_families_with_norms_after_a_branch_do_not_rotate():
     assert rigid == {
         "baichuan", "bert", "distilbert", "exaone4", "gemma2", "gemma3", "glm4", "olmo2", "roberta",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", ["mixtral", "deepseek_v3-all-experts", "gpt_oss", "granitemoehybrid"]
+)
+def test_twin_returns_though_its_file_holds_tensors_apart(case, tmp_path):
+    model = Model(case, {}, biases=False)
+    kind = exact_maps(model)[-1]
+    reference, twin, out = (tmp_path / name for name in ("reference", "twin", "out"))
+    other = copy.deepcopy(model.model)
+    other.load_state_dict(model.moved(draw(model, kind)))
+    tiny.save(model.model, reference)
+    tiny.save(other, twin)
+    parameters = {"align_residual": kind}
+    merged(config("rotation_linear", [reference, twin], parameters=parameters), out)
+    loaded = type(model.model).from_pretrained(out, attn_implementation="eager").eval()
+    change = tiny.outputs(loaded, model.inputs) - tiny.outputs(model.model, model.inputs)
+    assert change.abs().max() < 1e-3
