@@ -587,6 +587,21 @@ FAMILIES: dict[str, Case] = {
         biases=_ATTENTION_BIAS,
     ),
     "mamba": _case("mamba", "MambaForCausalLM", "MambaConfig", _MAMBA, biases={"use_bias": True}),
+    "gptj": _case("gptj", "GPTJForCausalLM", "GPTJConfig", _GPT2 | {"rotary_dim": 8}),
+    "nemotron": _case(
+        "nemotron",
+        "NemotronForCausalLM",
+        "NemotronConfig",
+        _WIDE_HEADS | _PARTIAL_ROTARY,
+        biases=_LLAMA_BIASES,
+    ),
+    "granitemoe": _case(
+        "granitemoe",
+        "GraniteMoeForCausalLM",
+        "GraniteMoeConfig",
+        _GROUPED | _GRANITE_MULTIPLIERS | _EXPERTS | {"num_local_experts": 5},
+        biases=_ATTENTION_BIAS,
+    ),
     "mistral-ministral": _case(
         "mistral", "MinistralForCausalLM", "MinistralConfig", _WIDE_HEADS | _SLIDING
     ),

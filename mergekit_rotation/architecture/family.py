@@ -295,6 +295,8 @@ class Family(_Data):
         ``model_type`` of the configuration to the model classes whose layers look like this.
     when : mapping of str to tuple
         Under which configurations the file holds.
+    unless : mapping of str to tuple
+        Under which of these it does not.
     sizes : mapping of str to tuple of str
         Axis to size expressions, in the order in which they are evaluated.
     size_names : mapping of str to str
@@ -321,6 +323,7 @@ class Family(_Data):
     family: str
     models: Mapping[str, tuple[str, ...]]
     when: Conditions = {}
+    unless: Conditions = {}
     sizes: Mapping[str, tuple[str, ...]]
     size_names: Mapping[str, str]
     prefixes: tuple[str, ...] = ("",)
@@ -447,7 +450,8 @@ def find_family(
     """
     for family in all_families() if families is None else families:
         if model_class in family.models.get(config.model_type, ()):
-            if holds(family.when, config):
+            excluded = family.unless and holds(family.unless, config)
+            if holds(family.when, config) and not excluded:
                 return family
     return None
 

@@ -40,7 +40,7 @@ def element(
     parts : collection of str
         Which of `PARTS` it moves.
     group : Group, optional
-        In place of that of the queries and keys.
+        In place of those of the heads.
     """
     generator = torch.Generator().manual_seed(100 + seed)
     sizes, layout = block.layout.sizes, block.layout
@@ -57,7 +57,8 @@ def element(
             chosen = group or layout.query_key
             result.append(Rotate("qk", chosen.sample(kv, generator), per="kv"))
         if "vo" in parts:
-            result.append(Rotate("vo", layout.value_output.sample(kv, generator), per="kv"))
+            chosen = group or layout.value_output
+            result.append(Rotate("vo", chosen.sample(kv, generator), per="kv"))
     elif isinstance(layout, ExpertLayout):
         experts, f, per = sizes["x"], sizes["f"], sizes["x"] // layout.groups
         if "x" in parts:

@@ -121,6 +121,8 @@ class Subject:
         The outputs, flattened.
     declared : set of str
         Names of all tensors that the model may have.
+    names : dict of str to str
+        See `names_in_memory`.
 
     Raises
     ------
@@ -147,9 +149,9 @@ class Subject:
             states.append({name: _exact(x) for name, x in model.state_dict().items()})
         self._model = exact_copy(model)
         self.declared = declared_names(model, family)
-        self._memory = names_in_memory(model, family)
+        self.names = names_in_memory(model, family)
         self.other, self.state = (
-            {declared: state[name] for declared, name in self._memory.items()} for state in states
+            {declared: state[name] for declared, name in self.names.items()} for state in states
         )
         self.base = self.outputs(self.state)
         if not bool(self.base.isfinite().all()):
@@ -157,7 +159,7 @@ class Subject:
 
     def outputs(self, state: State) -> torch.Tensor:
         """Return the outputs with other tensors, flattened."""
-        self._model.load_state_dict({name: state[ours] for ours, name in self._memory.items()})
+        self._model.load_state_dict({name: state[ours] for ours, name in self.names.items()})
         with Float64():
             return outputs(self._model, self.inputs)
 

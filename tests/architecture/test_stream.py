@@ -4,6 +4,8 @@ As in `test_families`: random elements on tiny random models in float64, with th
 model as the target; each tensor that is forgotten and each map that is too large has to show.
 """
 
+import copy
+
 import pytest
 import torch
 
@@ -11,6 +13,7 @@ import tiny
 from mergekit_rotation.architecture import all_families, find_family
 from mergekit_rotation.proof import Subject
 from mergekit_rotation.symmetry import Orthogonal, SignedPermutation
+from merging import config, merged
 
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
@@ -80,3 +83,23 @@ def test_families_with_norms_after_a_branch_do_not_rotate():
     assert rigid == {
         "baichuan", "bert", "distilbert", "exaone4", "gemma2", "gemma3", "glm4", "olmo2", "roberta",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "case", ["mixtral", "deepseek_v3-all-experts", "gpt_oss", "granitemoehybrid"]
+)
+def test_twin_returns_though_its_file_holds_tensors_apart(case, tmp_path):
+    model, inputs = tiny.build(case), tiny.inputs(case)
+    subject = Subject(model, inputs, find_family(model.config, type(model).__name__))
+    kind = subject.exact_maps()[-1]
+    reference, twin, out = (tmp_path / name for name in ("reference", "twin", "out"))
+    state = subject.moved_stream(subject.draw(kind))
+    other = copy.deepcopy(model)
+    other.load_state_dict({name: state[declared] for declared, name in subject.names.items()})
+    tiny.save(model, reference)
+    tiny.save(other, twin)
+    parameters = {"align_residual": kind}
+    merged(config("rotation_linear", [reference, twin], parameters=parameters), out)
+    loaded = type(model).from_pretrained(out, attn_implementation="eager").eval()
+    change = tiny.outputs(loaded, inputs) - tiny.outputs(model, inputs)
+    assert change.abs().max() < 1e-3

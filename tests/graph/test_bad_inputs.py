@@ -121,11 +121,11 @@ def test_quantization_config(twins, tmp_path):
 
 
 def test_architecture_without_a_data_file(tmp_path):
-    from transformers import OlmoConfig, OlmoForCausalLM
+    from transformers import HeliumConfig, HeliumForCausalLM
 
     for name in "ab":
-        model = OlmoForCausalLM(
-            OlmoConfig(
+        model = HeliumForCausalLM(
+            HeliumConfig(
                 vocab_size=32,
                 hidden_size=16,
                 intermediate_size=24,
@@ -136,7 +136,7 @@ def test_architecture_without_a_data_file(tmp_path):
         )
         model.save_pretrained(tmp_path / name)
     models = [tmp_path / "a", tmp_path / "b"]
-    message = refused(models, tmp_path / "out", "OlmoForCausalLM", "supported are", "llama")
+    message = refused(models, tmp_path / "out", "HeliumForCausalLM", "supported are", "llama")
     assert "align_unsupported: skip" in message
     assert nothing_written(tmp_path / "out")
 
