@@ -45,7 +45,8 @@ def scrambled(case: str, seed: int) -> Callable[[StateDict], StateDict]:
     entry, config = tiny.FAMILIES[case], _config(case)
     if entry.family in scramble.NAMES:
         return lambda state: scramble.scramble(state, config, entry.family, seed=seed)
-    return lambda state: declared.scrambled(state, config, entry.model_class.__name__, seed)
+    memory = tiny.build(case).state_dict()  # files may have another layout
+    return lambda state: declared.scrambled(memory, config, entry.model_class.__name__, seed)
 
 
 @cache
@@ -70,7 +71,6 @@ class Twins:
     def distance(self, merged: Path) -> float:
         """Largest difference of the merged model's outputs from the reference's."""
         loaded = type(self.model).from_pretrained(merged, attn_implementation="eager").eval()
-        tiny.restore(self.case, loaded, self.model)
         change = tiny.outputs(loaded, self.inputs) - tiny.outputs(self.model, self.inputs)
         return float(change.abs().max())
 

@@ -45,9 +45,7 @@ class Case:
     biases: Mapping[str, Any] = field(default_factory=dict)
     """Config entries that turn on every optional bias. mergekit drops the extra tensors."""
     mergeable: bool = True
-    """Whether mergekit 0.1.5 can merge the model at all."""
-    dropped: tuple[str, ...] = ()
-    """Fragments of the names of tensors that a merge by mergekit 0.1.5 loses."""
+    """Whether mergekit 0.1.5 by itself can merge the model."""
 
 
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -146,7 +144,6 @@ _LABELS = {"num_labels": LABELS}
 _ATTENTION_BIAS = {"attention_bias": True}
 _FALCON_BIAS = {"bias": True}
 _LLAMA_BIASES = {"attention_bias": True, "mlp_bias": True}
-_MLM_HEAD = ("cls.predictions.transform.",)
 
 
 def _case(family: str, model: str, config: str, entries: Mapping[str, Any], **more: Any) -> Case:
@@ -195,7 +192,7 @@ FAMILIES: dict[str, Case] = {
         "gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", _DECODER | _PARTIAL_ROTARY
     ),
     "starcoder2": _case("starcoder2", "Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED),
-    "bert-masked-lm": _case("bert", "BertForMaskedLM", "BertConfig", _BERT, dropped=_MLM_HEAD),
+    "bert-masked-lm": _case("bert", "BertForMaskedLM", "BertConfig", _BERT),
     "bert-sequence-classification": _case(
         "bert", "BertForSequenceClassification", "BertConfig", _BERT | _LABELS
     ),
@@ -450,15 +447,6 @@ def exact_outputs(
 def save(model: PreTrainedModel, folder: str | Path, **kwargs: Any) -> None:
     """Save a model as safetensors, with the further tensors that mergekit insists on."""
     model.save_pretrained(folder, state_dict={**model.state_dict(), **_demanded(model)}, **kwargs)
-
-
-def restore(case: str, merged: PreTrainedModel, source: PreTrainedModel) -> None:
-    """Copy the tensors that mergekit loses from one of the merged models into the merge."""
-    tensors = merged.state_dict()
-    with torch.no_grad():
-        for name, value in source.state_dict().items():
-            if any(fragment in name for fragment in FAMILIES[case].dropped):
-                tensors[name].copy_(value)
 
 
 def _demanded(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -7,6 +7,7 @@ symmetry package and pydantic, never mergekit.
 
 from mergekit_rotation.architecture.family import (
     Block,
+    Declared,
     Family,
     Layer,
     LayoutError,
@@ -18,6 +19,7 @@ from mergekit_rotation.architecture.family import (
 
 __all__ = [
     "Block",
+    "Declared",
     "Family",
     "Layer",
     "LayoutError",

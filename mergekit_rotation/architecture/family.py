@@ -30,6 +30,7 @@ from mergekit_rotation.symmetry import (
 
 __all__ = [
     "Block",
+    "Declared",
     "Family",
     "Layer",
     "LayoutError",
@@ -100,6 +101,7 @@ class AttentionData(_Data):
 
     Attributes
     ----------
+    name : str
     query_key : tuple of HeadGroup
         The first whose conditions hold counts; without one, queries and keys are left alone.
     value_output : HeadGroup
@@ -110,6 +112,7 @@ class AttentionData(_Data):
     tensors : mapping of str to str
     """
 
+    name: str = "attention"
     query_key: tuple[HeadGroup, ...]
     value_output: HeadGroup
     heads: bool = True
@@ -121,7 +124,9 @@ class AttentionData(_Data):
     def _one_or_more(cls, value: Any) -> Any:
         return value if isinstance(value, list | tuple) else (value,)
 
-    def build(self, config: object, sizes: Mapping[str, int], layer: int) -> "Block":
+    def build(
+        self, config: object, sizes: Mapping[str, int], layer: int, alternative: bool
+    ) -> "Block":
         """Return the block of one layer."""
         patterns, absent = _patterns(self.tensors)
         chosen = next((g for g in self.query_key if holds(g.when, config, layer)), None)
@@ -131,7 +136,7 @@ class AttentionData(_Data):
             query_key=(chosen or HeadGroup(group="none")).build("qk", config, sizes),
             value_output=self.value_output.build("vo", config, sizes),
         )
-        return Block("attention", layout, absent, self.optional, self.heads)
+        return Block(self.name, layout, absent, alternative or self.optional, self.heads)
 
 
 class NeuronData(_Data):
@@ -191,7 +196,8 @@ class StreamData(_Data):
     offset : float
         What the model adds to a stored norm weight.
     maps : tuple of str
-        Which maps of the stream leave the function unchanged.
+        Which maps of the stream leave the function unchanged. Without any, the stream stays as it
+        is, and nothing else needs to be said of it.
     tensors : mapping of str to str
         The tensors of the stream that belong to no block.
     classes : mapping of str to mapping
@@ -203,16 +209,41 @@ class StreamData(_Data):
         Output heads, and the embeddings that stand in for them where a model has none.
     fixed : tuple of str
         Tensors that a model may have and that lie outside of the stream.
+    last : tuple of str
+        Those of ``tensors`` that follow the last layer, beyond the heads and the norms before them.
     """
 
     norm: Literal["rms", "layer"]
     offset: float = 0.0
     maps: tuple[Literal["permutation", "orthogonal"], ...]
-    tensors: Mapping[str, str]
+    tensors: Mapping[str, str] = {}
     classes: Mapping[str, Mapping[str, str]] = {}
-    norms: Mapping[str, tuple[str, ...]]
+    norms: Mapping[str, tuple[str, ...]] = {}
     tied: Mapping[str, str] = {}
     fixed: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What is known of one tensor, whether it moves or not.
+
+    Attributes
+    ----------
+    needed : bool
+        Whether every model has it. One of an alternative block is not.
+    moves : bool
+        Whether it belongs to a block or to the residual stream.
+    vocabulary_axis : int, optional
+        Dimension that counts tokens.
+    last : bool
+        Whether it follows the last layer.
+    """
+
+    needed: bool
+    moves: bool
+    vocabulary_axis: int | None
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -242,7 +273,7 @@ class Block:
     Attributes
     ----------
     kind : str
-        ``attention``, ``experts``, or the name of a block of neurons.
+        ``experts``, or the name of a block of heads or neurons.
     layout : AttentionLayout, NeuronLayout or ExpertLayout
         Its tensor names are templates with ``${layer_index}``.
     optional : frozenset of str
@@ -294,9 +325,13 @@ class Family(_Data):
         Axis to the field's standard term, for messages.
     prefixes : tuple of str
         What may stand before the tensor names.
+    layers : mapping of str to str
+        How the tensor names of each stack of layers begin, to the stack's depth in the
+        configuration.
     attention, neurons, experts
         The symmetric blocks of the layers. A tensor name that ends in ``?`` may be absent. With
-        experts or several blocks of neurons, a layer may have any of them.
+        experts or several blocks of neurons, a layer may have any of them; so too with several
+        blocks of heads.
     stream
         The residual stream that the blocks read and write.
     notes : str
@@ -309,7 +344,8 @@ class Family(_Data):
     sizes: Mapping[str, tuple[str, ...]]
     size_names: Mapping[str, str]
     prefixes: tuple[str, ...] = ("",)
-    attention: AttentionData | None = None
+    layers: Mapping[str, str] = {"": "num_hidden_layers"}
+    attention: tuple[AttentionData, ...] = ()
     neurons: tuple[NeuronData, ...] = ()
     experts: ExpertData | None = None
     stream: StreamData
@@ -325,7 +361,7 @@ class Family(_Data):
             raise ValueError(f"sizes of axes {sorted(missing)} are missing")
         return sizes
 
-    @field_validator("neurons", mode="before")
+    @field_validator("attention", "neurons", mode="before")
     @classmethod
     def _one_or_more(cls, value: Any) -> Any:
         return value if isinstance(value, list | tuple) else (value,)
@@ -348,18 +384,59 @@ class Family(_Data):
         for axis, expressions in self.sizes.items():
             sizes[axis] = first(expressions, config, sizes, axis)
         blocks = []
-        if self.attention is not None:
-            blocks.append(self.attention.build(config, sizes, index))
+        for data in self.attention:
+            blocks.append(data.build(config, sizes, index, len(self.attention) > 1))
         several = len(self.neurons) > 1 or self.experts is not None
-        blocks += [data.build(sizes, several) for data in self.neurons]
+        blocks += [units.build(sizes, several) for units in self.neurons]
         if self.experts is not None:
             blocks.append(self.experts.build(config, sizes))
         return Layer(tuple(blocks), sizes)
 
     def block_tensors(self) -> dict[str, str]:
         """Return name and pattern of the tensors of all blocks, as the data file has them."""
-        blocks = (self.attention, *self.neurons, self.experts)
+        blocks = (*self.attention, *self.neurons, self.experts)
         return {n: text for data in blocks if data for n, text in data.tensors.items()}
+
+    def declared(self, model_class: str) -> dict[str, Declared]:
+        """Return what is known of every tensor that models of a class may have, by template."""
+        data, several = self.stream, len(self.neurons) > 1 or self.experts is not None
+        alternative = {
+            name
+            for blocks, some in (
+                (self.attention, len(self.attention) > 1),
+                (self.neurons, several),
+                ((self.experts,), True),
+            )
+            for block in blocks
+            if block and (some or getattr(block, "optional", False))
+            for name in block.tensors
+        }
+        of_class = data.classes.get(model_class, {})
+        texts = {
+            **self.block_tensors(),
+            **data.tensors,
+            **of_class,
+            **dict.fromkeys(data.norms, "e"),
+        }
+        behind = {name.removesuffix("?") for name in (*of_class, *data.last)}
+        for norm, readers in data.norms.items():
+            behind |= {norm, *readers}
+        behind |= {*data.tied, *map(bias_of, behind | set(data.tied)), *data.fixed}
+        result = {
+            name.removesuffix("?"): Declared(
+                needed=not name.endswith("?") and name not in alternative,
+                moves=True,
+                vocabulary_axis=Pattern.parse(text).dim_of("v"),
+                last=name.removesuffix("?") in behind,
+            )
+            for name, text in texts.items()
+        }
+        for name in data.fixed:
+            result.setdefault(name, Declared(False, False, None, name in behind))
+        for norm, readers in data.norms.items():
+            for bias in map(bias_of, (norm, *readers)):
+                result.setdefault(bias, Declared(False, True, None, bias in behind))
+        return result
 
     def stream_of(self, model_class: str) -> Stream:
         """Return the residual stream of a model class."""

@@ -152,9 +152,9 @@ class WholeModels:
         if residual != "none":
             if residual not in reference.stream.maps:
                 raise RotationError(
-                    f"{reference.model}: the norms of {reference.family.family} models allow no "
-                    f"{residual} map of the residual stream; set align_residual: "
-                    f"{' or '.join(reference.stream.maps)}"
+                    f"{reference.model}: {reference.family.family} models allow no {residual} map "
+                    "of the residual stream; set align_residual: "
+                    f"{' or '.join(reference.stream.maps) or 'none'}"
                 )
             for side in (reference, other):
                 side.check_complete()

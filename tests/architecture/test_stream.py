@@ -25,9 +25,11 @@ from mergekit_rotation.symmetry import (
 LAYER = "${layer_index}"
 TIED = {"tie_word_embeddings": True}
 UNTIED = {"tie_word_embeddings": False}
+MOVED = {family.family for family in all_families() if family.stream.maps}
 CASES = [
     (case, ties)
     for case in sorted(set(tiny.FAMILIES) - {"bert"})  # whose output is the stream itself
+    if tiny.FAMILIES[case].family in MOVED
     for ties in ((TIED, UNTIED) if case.endswith(("llama", "gemma", "gpt2")) else ({},))
 ]
 

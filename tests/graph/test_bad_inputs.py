@@ -242,9 +242,15 @@ def test_rotation_align_needs_one_model_and_a_reference(twins, tmp_path):
         assert nothing_written(tmp_path / "out")
 
 
-def test_a_bias_that_mergekit_does_not_know_is_named(tmp_path, caplog):
+def test_a_tensor_that_is_not_written_is_named(tmp_path, caplog):
     for name, seed in (("a", 0), ("b", 1)):
         tiny.save(tiny.build("llama", seed=seed, biases=True), tmp_path / name)
-    merged(config("rotation_linear", [tmp_path / "a", tmp_path / "b"]), tmp_path / "out")
-    messages = [r.getMessage() for r in caplog.records]
-    assert sum("self_attn.q_proj.bias; these tensors will be lost" in m for m in messages) == 2
+
+    def changed(state):
+        return {**state, "model.layers.0.adapter.weight": torch.ones(2, 2)}
+
+    changed_copy(tmp_path / "b", tmp_path / "c", changed)
+    merged(config("rotation_linear", [tmp_path / "a", tmp_path / "c"]), tmp_path / "out")
+    assert "model.layers.0.adapter.weight is no tensor of a llama model" in caplog.text
+    written = weights(tmp_path / "out")
+    assert written.keys() == weights(tmp_path / "a").keys()

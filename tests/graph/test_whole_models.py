@@ -49,7 +49,6 @@ class Pair:
 
     def outputs(self, folder):
         loaded = type(self.model).from_pretrained(folder, attn_implementation="eager").eval()
-        tiny.restore(self.case, loaded, self.model)
         return tiny.outputs(loaded, tiny.inputs(self.case))
 
     def distance(self, folder, other=None):
