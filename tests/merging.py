@@ -45,7 +45,7 @@ def scrambled(case: str, seed: int) -> Callable[[StateDict], StateDict]:
     entry, config = tiny.FAMILIES[case], _config(case)
     if entry.family in scramble.NAMES:
         return lambda state: scramble.scramble(state, config, entry.family, seed=seed)
-    memory = tiny.build(case).state_dict()  # files may have another layout
+    memory = tiny.state_in_files(tiny.build(case))  # files may pack experts otherwise
     return lambda state: declared.scrambled(memory, config, entry.model_class.__name__, seed)
 
 

@@ -16,6 +16,11 @@ import torch
 import transformers
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig, PreTrainedModel
+from transformers.conversion_mapping import (
+    get_checkpoint_conversion_mapping,
+    get_model_conversion_mapping,
+)
+from transformers.core_model_loading import WeightRenaming
 
 VOCABULARY = 67
 HIDDEN = 48
@@ -599,15 +604,39 @@ def float64_exact(model: PreTrainedModel) -> Iterator[PreTrainedModel]:
         yield exact
 
 
+def names_in_files(model: PreTrainedModel) -> dict[str, str]:
+    """The name in a file of every tensor in memory, where mergekit does not convert it."""
+    names = {name: name for name in model.state_dict()}
+    if get_checkpoint_conversion_mapping(model.config.model_type) is not None:
+        return names
+    conversions = get_model_conversion_mapping(model, add_legacy=False)
+    for renaming in reversed([c for c in conversions if isinstance(c, WeightRenaming)]):
+        back = renaming.reverse_transform()
+        names = {name: back.rename_source_key(stored)[0] for name, stored in names.items()}
+    return names
+
+
+def state_in_files(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """The state dict of a model by the names that its tensors have in files."""
+    names = names_in_files(model)
+    return {names[name]: x for name, x in model.state_dict().items()}
+
+
 def exact_outputs(
     model: PreTrainedModel,
     inputs: Mapping[str, torch.Tensor],
     state_dict: Mapping[str, torch.Tensor] | None = None,
 ) -> torch.Tensor:
-    """Outputs in float64, with the tensors of `state_dict`, if given, in place of the model's."""
+    """Outputs in float64, with the tensors of `state_dict`, if given, in place of the model's.
+
+    Its names are those in memory or in files.
+    """
     with float64_exact(model) as exact:
         if state_dict is not None:
-            exact.load_state_dict(state_dict)
+            names = names_in_files(model)
+            exact.load_state_dict(
+                {k: state_dict[names[k] if names[k] in state_dict else k] for k in names}
+            )
         exactly = {k: x.double() if x.is_floating_point() else x for k, x in inputs.items()}
         return outputs(exact, exactly)
 

@@ -40,7 +40,7 @@ class Model:
     def __init__(self, case: str):
         self.model = tiny.build(case, seed=3, biases=True)
         self.inputs = tiny.inputs(case)
-        self.state = {k: v.double() for k, v in self.model.state_dict().items()}
+        self.state = {k: v.double() for k, v in tiny.state_in_files(self.model).items()}
         self.config = self.model.config
         self.family = find_family(self.config, type(self.model).__name__)
         assert self.family is not None

@@ -43,8 +43,9 @@ class Model:
         build = {"biases": True, **ties}
         self.model = tiny.build(case, seed=3, **build)
         self.inputs = tiny.inputs(case)
-        self.state = {k: v.double() for k, v in self.model.state_dict().items()}
-        self.other = {k: v.double() for k, v in tiny.build(case, 4, **build).state_dict().items()}
+        self.state = {k: v.double() for k, v in tiny.state_in_files(self.model).items()}
+        other = tiny.build(case, 4, **build)
+        self.other = {k: v.double() for k, v in tiny.state_in_files(other).items()}
         config, name = self.model.config, type(self.model).__name__
         self.family = find_family(config, name)
         self.sizes = self.family.layer(config).sizes
@@ -53,8 +54,6 @@ class Model:
         self.base = tiny.exact_outputs(self.model, self.inputs, self.state)
 
     def name(self, template, index):
-        if self.family.family == "gpt_neox":  # in memory, transformers calls it otherwise
-            template = template.replace("embed_out.", "lm_head.")
         local = template.replace(LAYER, str(index))
         names = [p + local for p in self.family.prefixes if p + local in self.state]
         return names[0] if names else None

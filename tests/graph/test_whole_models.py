@@ -15,10 +15,10 @@ from mergekit_rotation.architecture import all_families
 from merging import QUIET, changed_copy, command, config, merge, merged, weights, write
 
 ROTATING = {f.family for f in all_families() if "orthogonal" in f.stream.maps}
-MERGEABLE = [name for name, case in tiny.FAMILIES.items() if case.mergeable]
+SCRAMBLED = [name for name, case in tiny.FAMILIES.items() if case.family in scramble.NAMES]
 KINDS = [
     (case, kind)
-    for case in MERGEABLE
+    for case in SCRAMBLED
     for kind in ("permutation", "orthogonal")
     if kind == "permutation" or tiny.FAMILIES[case].family in ROTATING
 ]
