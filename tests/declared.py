@@ -113,3 +113,19 @@ def scrambled(state: State, config: Any, model_class: str, seed: int) -> State:
     exact = {name: x.double() if x.is_floating_point() else x for name, x in state.items()}
     twin = moved(exact, config, family, lambda block, index: element(block, 1000 * seed + index))
     return {name: x.to(state[name].dtype).contiguous() for name, x in twin.items()}
+
+
+def reordered(state: State, config: Any, model_class: str, seed: int) -> State:
+    """Return a twin whose residual stream is in another order."""
+    family = find_family(config, model_class)
+    assert family is not None
+    size = family.layer(config).sizes["e"]
+    order = torch.randperm(size, generator=torch.Generator().manual_seed(seed))
+    result = dict(state)
+    for template, pattern in family.stream_of(model_class).layout.patterns.items():
+        layers = range(config.num_hidden_layers) if LAYER in template else (0,)
+        for name in filter(None, (stored(family, template, i, state) for i in layers)):
+            for dim in (pattern.dim_of(axis) for axis in ("e", "t")):
+                if dim is not None:
+                    result[name] = result[name].index_select(dim, order)
+    return {name: x.contiguous() for name, x in result.items()}
