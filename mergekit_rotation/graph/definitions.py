@@ -18,7 +18,6 @@ from mergekit.architecture import (
 from mergekit.architecture.conversion import (
     _expanded_target_keys,
     _iter_transform_matches,
-    can_convert_checkpoint_keys,
     get_checkpoint_conversion_mapping,
 )
 from mergekit.common import get_config_value
@@ -91,7 +90,9 @@ def _fits(stock: ModelArchitecture, names: "Names", checkpoint: Checkpoint) -> b
             aliases=weight.aliases,
             tied_names=weight.tied_names,
         )
-        if not weight.optional and not checkpoint.has(load):
+        loaded = {load.tensor, *(load.aliases or ())}
+        converted = not loaded.isdisjoint(names.conversions[checkpoint.model].targets)
+        if not weight.optional and checkpoint.resolve(load) is None and not converted:
             return False
     tied = names.family.stream.tied
     moving = (t for t, declared in names.declared.items() if declared.moves and t not in tied)
@@ -166,14 +167,7 @@ class Names:
             if name in checkpoint.index.tensor_paths:
                 header = checkpoint.header(name)
                 return header is None or header[1] in FLOATING or self.declared[template].moves
-        return any(self.converts(checkpoint, name) for name in names)
-
-    def converts(self, checkpoint: Checkpoint, name: str) -> bool:
-        """Tell whether a tensor is made of others, in a file of an older layout."""
-        stored = set(checkpoint.index.tensor_paths)
-        return name in self.conversions[checkpoint.model].targets and can_convert_checkpoint_keys(
-            checkpoint.config.model_type, stored, name
-        )
+        return not self.conversions[checkpoint.model].targets.isdisjoint(names)
 
     def warn_of_strangers(self) -> None:
         """Say which tensors of the files will not be in the output."""
@@ -242,7 +236,8 @@ class Names:
             if stored.intersection(self.spellings(template, index, (prefix,))):
                 return prefix + template
         for prefix in self.family.prefixes:
-            if self.converts(first, prefix + template.replace(LAYER, str(index))):
+            name = prefix + template.replace(LAYER, str(index))
+            if name in self.conversions[first.model].targets:
                 return prefix + template
         return self.family.prefixes[0] + template
 

@@ -65,6 +65,25 @@ def test_tensors_stand_before_or_behind_the_layers(tmp_path):
     assert module.num_layers(tiny.build("bert").config) == tiny.LAYERS
 
 
+@pytest.mark.parametrize(("case", "depths"), [("t5", (2, 3)), ("whisper", (2, 3))])
+def test_stacks_of_layers_are_modules(case, depths, tmp_path):
+    keys = {
+        "t5": ("num_layers", "num_decoder_layers"),
+        "whisper": ("encoder_layers", "decoder_layers"),
+    }
+    model = tiny.build(case, **dict(zip(keys[case], depths, strict=True)))
+    tiny.save(model, tmp_path)
+    modules = {name: m.architecture for name, m in of(tmp_path).modules.items()}
+    assert list(modules) == ["encoder", "decoder"]
+    assert tuple(m.num_layers(model.config) for m in modules.values()) == depths
+    for name, module in modules.items():
+        listed = [
+            w.name for i in range(module.depth) for w in module.layer_weights(i, model.config)
+        ]
+        assert all(f"{name}." in weight for weight in listed)
+    assert not modules["decoder"].before and not modules["decoder"].behind
+
+
 def test_biases_that_mergekit_does_not_know_are_merged(tmp_path):
     a, b = (saved("llama", tmp_path / n, seed=s, biases=True) for n, s in (("a", 0), ("b", 1)))
     assert weights(merged(config("rotation_linear", [a, b]), tmp_path / "out")).keys() == (
