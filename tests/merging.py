@@ -77,7 +77,6 @@ class Twins:
     def distance(self, merged: Path) -> float:
         """Largest difference of the merged model's outputs from the reference's."""
         loaded = type(self.model).from_pretrained(merged, attn_implementation="eager").eval()
-        tiny.restore(self.case, loaded, self.model)
         change = tiny.outputs(loaded, self.inputs) - tiny.outputs(self.model, self.inputs)
         return float(change.abs().max())
 

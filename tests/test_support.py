@@ -7,7 +7,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from scramble import NAMES, PARTS, Sizes, parts_of, scramble, wrong
-from tiny import FAMILIES, LAYERS, build, exact_outputs, inputs, outputs, restore, save
+from tiny import FAMILIES, LAYERS, build, exact_outputs, inputs, outputs, save
 
 EXACT = 1e-10
 DIFFERENT = 1e-3
@@ -166,13 +166,3 @@ def test_sizes() -> None:
     assert Sizes.of(build("falcon_mqa").config, "falcon_mqa") == Sizes(1, 4, 12, 12)
     config = build("cohere2").config
     assert [Sizes.of(config, "cohere2", layer).rotary for layer in (0, 1)] == [16, 0]
-
-
-def test_restore() -> None:
-    """Tensors that a merge loses come back."""
-    source, merged = build("bert-masked-lm"), build("bert-masked-lm", seed=1)
-    restore("bert-masked-lm", merged, source)
-    name = "cls.predictions.transform.dense.weight"
-    assert torch.equal(merged.state_dict()[name], source.state_dict()[name])
-    name = "bert.embeddings.position_embeddings.weight"
-    assert not torch.equal(merged.state_dict()[name], source.state_dict()[name])

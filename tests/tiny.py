@@ -25,7 +25,6 @@ __all__ = [
     "inputs",
     "outputs",
     "randomise",
-    "restore",
     "save",
 ]
 
@@ -52,12 +51,12 @@ class Case:
     config: Mapping[str, Any]
     biases: Mapping[str, Any] = field(default_factory=dict)
     """Config entries that turn on every optional bias. mergekit drops the extra tensors."""
+    features: tuple[int, ...] = ()
+    """Shape of a continuous input (an image, a spectrogram) in the place of tokens."""
     mergeable: bool = True
-    """Whether mergekit 0.1.5 can merge the model at all."""
+    """Whether mergekit 0.1.5 by itself can merge the model."""
     position_axes: int = 1
     """How many positions each token has (time, height and width of a video)."""
-    dropped: tuple[str, ...] = ()
-    """Fragments of the names of tensors that a merge by mergekit 0.1.5 loses."""
 
 
 _SPECIAL = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -259,12 +258,57 @@ _DISTILBERT = {
     "seq_classif_dropout": 0.0,
     "pad_token_id": 0,
 }
+_DEBERTA = _BERT | {"relative_attention": True, "pos_att_type": ["c2p", "p2c"]}
+_DEBERTA_V3 = _DEBERTA | {
+    "position_biased_input": False,
+    "position_buckets": 4,
+    "norm_rel_ebd": "layer_norm",
+    "share_att_key": True,
+}
+_VIT = {
+    "hidden_size": HIDDEN,
+    "intermediate_size": INTERMEDIATE,
+    "num_hidden_layers": LAYERS,
+    "num_attention_heads": 4,
+    "image_size": 12,
+    "patch_size": 4,
+    "hidden_dropout_prob": 0.0,
+    "attention_probs_dropout_prob": 0.0,
+}
+_T5 = {
+    "vocab_size": VOCABULARY,
+    "d_model": HIDDEN,
+    "d_ff": INTERMEDIATE,
+    "d_kv": 16,
+    "num_heads": 4,
+    "num_layers": LAYERS,
+    "num_decoder_layers": LAYERS,
+    "dropout_rate": 0.0,
+    "pad_token_id": 0,
+    "eos_token_id": 2,
+    "decoder_start_token_id": 0,
+}
+_GATED = {"feed_forward_proj": "gated-gelu", "tie_word_embeddings": False}
+_WHISPER = _SPECIAL | {
+    "vocab_size": VOCABULARY,
+    "d_model": HIDDEN,
+    "encoder_ffn_dim": INTERMEDIATE,
+    "decoder_ffn_dim": 88,
+    "encoder_layers": LAYERS,
+    "decoder_layers": LAYERS,
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+    "num_mel_bins": 10,
+    "max_source_positions": 16,
+    "max_target_positions": POSITIONS,
+    "decoder_start_token_id": 1,
+    "dropout": 0.0,
+}
 _LABELS = {"num_labels": LABELS}
 _ATTENTION_BIAS = {"attention_bias": True}
 _FALCON_BIAS = {"bias": True}
 _MAMBA_BIAS = {"mamba_proj_bias": True}
 _LLAMA_BIASES = {"attention_bias": True, "mlp_bias": True}
-_MLM_HEAD = ("cls.predictions.transform.",)
 
 
 def _case(family: str, model: str, config: str, entries: Mapping[str, Any], **more: Any) -> Case:
@@ -313,7 +357,7 @@ FAMILIES: dict[str, Case] = {
         "gpt_neox", "GPTNeoXForCausalLM", "GPTNeoXConfig", _DECODER | _PARTIAL_ROTARY
     ),
     "starcoder2": _case("starcoder2", "Starcoder2ForCausalLM", "Starcoder2Config", _GROUPED),
-    "bert-masked-lm": _case("bert", "BertForMaskedLM", "BertConfig", _BERT, dropped=_MLM_HEAD),
+    "bert-masked-lm": _case("bert", "BertForMaskedLM", "BertConfig", _BERT),
     "bert-sequence-classification": _case(
         "bert", "BertForSequenceClassification", "BertConfig", _BERT | _LABELS
     ),
@@ -658,6 +702,118 @@ FAMILIES: dict[str, Case] = {
         _WIDE_HEADS | _QWEN3_EXPERTS,
         biases=_ATTENTION_BIAS,
     ),
+    "xlm-roberta-masked-lm": _case(
+        "roberta", "XLMRobertaForMaskedLM", "XLMRobertaConfig", _ROBERTA, mergeable=False
+    ),
+    "camembert-masked-lm": _case(
+        "roberta", "CamembertForMaskedLM", "CamembertConfig", _ROBERTA, mergeable=False
+    ),
+    "deberta": _case("deberta", "DebertaModel", "DebertaConfig", _DEBERTA, mergeable=False),
+    "deberta-masked-lm": _case(
+        "deberta", "DebertaForMaskedLM", "DebertaConfig", _DEBERTA, mergeable=False
+    ),
+    "deberta-sequence-classification": _case(
+        "deberta",
+        "DebertaForSequenceClassification",
+        "DebertaConfig",
+        _DEBERTA | _LABELS,
+        mergeable=False,
+    ),
+    "deberta-token-classification": _case(
+        "deberta",
+        "DebertaForTokenClassification",
+        "DebertaConfig",
+        _DEBERTA | _LABELS,
+        mergeable=False,
+    ),
+    "deberta_v2": _case(
+        "deberta_v2", "DebertaV2Model", "DebertaV2Config", _DEBERTA, mergeable=False
+    ),
+    "deberta_v2-masked-lm": _case(
+        "deberta_v2", "DebertaV2ForMaskedLM", "DebertaV2Config", _DEBERTA, mergeable=False
+    ),
+    "deberta_v2-sequence-classification": _case(
+        "deberta_v2",
+        "DebertaV2ForSequenceClassification",
+        "DebertaV2Config",
+        _DEBERTA | _LABELS,
+        mergeable=False,
+    ),
+    "deberta_v2-token-classification": _case(
+        "deberta_v2",
+        "DebertaV2ForTokenClassification",
+        "DebertaV2Config",
+        _DEBERTA | _LABELS,
+        mergeable=False,
+    ),
+    "mpnet": _case("mpnet", "MPNetModel", "MPNetConfig", _ROBERTA, mergeable=False),
+    "mpnet-masked-lm": _case("mpnet", "MPNetForMaskedLM", "MPNetConfig", _ROBERTA, mergeable=False),
+    "mpnet-sequence-classification": _case(
+        "mpnet",
+        "MPNetForSequenceClassification",
+        "MPNetConfig",
+        _ROBERTA | _LABELS,
+        mergeable=False,
+    ),
+    "mpnet-token-classification": _case(
+        "mpnet", "MPNetForTokenClassification", "MPNetConfig", _ROBERTA | _LABELS, mergeable=False
+    ),
+    "deberta_v3-masked-lm": _case(
+        "deberta_v2", "DebertaV2ForMaskedLM", "DebertaV2Config", _DEBERTA_V3, mergeable=False
+    ),
+    "electra": _case(
+        "electra", "ElectraModel", "ElectraConfig", _BERT | {"embedding_size": 40}, mergeable=False
+    ),
+    "electra-masked-lm": _case(
+        "electra",
+        "ElectraForMaskedLM",
+        "ElectraConfig",
+        _BERT | {"embedding_size": 40},
+        mergeable=False,
+    ),
+    "electra-sequence-classification": _case(
+        "electra",
+        "ElectraForSequenceClassification",
+        "ElectraConfig",
+        _BERT | {"embedding_size": 40} | _LABELS,
+        mergeable=False,
+    ),
+    "electra-token-classification": _case(
+        "electra",
+        "ElectraForTokenClassification",
+        "ElectraConfig",
+        _BERT | {"embedding_size": 40} | _LABELS,
+        mergeable=False,
+    ),
+    "electra-pre-training": _case(
+        "electra",
+        "ElectraForPreTraining",
+        "ElectraConfig",
+        _BERT | {"embedding_size": 40},
+        mergeable=False,
+    ),
+    "vit": _case("vit", "ViTModel", "ViTConfig", _VIT, features=(3, 12, 12), mergeable=False),
+    "vit-image-classification": _case(
+        "vit",
+        "ViTForImageClassification",
+        "ViTConfig",
+        _VIT | _LABELS,
+        features=(3, 12, 12),
+        mergeable=False,
+    ),
+    "t5": _case("t5", "T5ForConditionalGeneration", "T5Config", _T5, mergeable=False),
+    "t5_gated": _case("t5_gated", "T5ForConditionalGeneration", "T5Config", _T5 | _GATED),
+    "mt5": _case(
+        "t5_gated", "MT5ForConditionalGeneration", "MT5Config", _T5 | _GATED, mergeable=False
+    ),
+    "whisper": _case(
+        "whisper",
+        "WhisperForConditionalGeneration",
+        "WhisperConfig",
+        _WHISPER,
+        features=(10, 32),
+        mergeable=False,
+    ),
 }
 
 
@@ -683,30 +839,27 @@ def build(
 
 
 def inputs(case: str, seed: int = 0) -> dict[str, torch.Tensor]:
-    """A batch of random ordinary tokens for a case."""
+    """A batch of random ordinary tokens, or of what else a case reads."""
+    entry = FAMILIES[case]
     choices = (CHOICES,) if case.endswith("multiple-choice") else ()
     shape = (2, *choices, LENGTH)
     generator = torch.Generator().manual_seed(seed)
     ids = torch.randint(FIRST_ORDINARY_TOKEN, VOCABULARY, shape, generator=generator)
     batch = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
-    axes = FAMILIES[case].position_axes
-    if axes > 1:
-        batch["position_ids"] = torch.randint(POSITIONS, (axes, *shape), generator=generator)
+    if entry.position_axes > 1:
+        positions = (entry.position_axes, *shape)
+        batch["position_ids"] = torch.randint(POSITIONS, positions, generator=generator)
+    if entry.features:
+        features = torch.randn((2, *entry.features), generator=generator)
+        batch = {entry.model_class.main_input_name: features}
+    if entry.config_class().is_encoder_decoder:
+        batch["decoder_input_ids"] = ids.flip(-1)
     return batch
 
 
 def save(model: PreTrainedModel, folder: str | Path, **kwargs: Any) -> None:
     """Save a model as safetensors, with the further tensors that mergekit insists on."""
     model.save_pretrained(folder, state_dict={**model.state_dict(), **_demanded(model)}, **kwargs)
-
-
-def restore(case: str, merged: PreTrainedModel, source: PreTrainedModel) -> None:
-    """Copy the tensors that mergekit loses from one of the merged models into the merge."""
-    tensors = merged.state_dict()
-    with torch.no_grad():
-        for name, value in source.state_dict().items():
-            if any(fragment in name for fragment in FAMILIES[case].dropped):
-                tensors[name].copy_(value)
 
 
 def _demanded(model: PreTrainedModel) -> dict[str, torch.Tensor]:

@@ -32,6 +32,7 @@ __all__ = [
     "LAYER",
     "Block",
     "Conditions",
+    "Declared",
     "Family",
     "Layer",
     "LayoutError",
@@ -106,6 +107,7 @@ class AttentionData(_Data):
 
     Attributes
     ----------
+    name : str
     query_key : tuple of HeadGroup
         The first whose conditions hold counts; without one, queries and keys are left alone.
     value_output : HeadGroup
@@ -116,6 +118,7 @@ class AttentionData(_Data):
     tensors : mapping of str to str
     """
 
+    name: str = "attention"
     query_key: tuple[HeadGroup, ...]
     value_output: HeadGroup
     heads: bool = True
@@ -127,7 +130,9 @@ class AttentionData(_Data):
     def _one_or_more(cls, value: Any) -> Any:
         return value if isinstance(value, list | tuple) else (value,)
 
-    def build(self, config: object, sizes: Mapping[str, int], layer: int) -> "Block":
+    def build(
+        self, config: object, sizes: Mapping[str, int], layer: int, alternative: bool
+    ) -> "Block":
         """Return the block of one layer."""
         patterns, absent = _patterns(self.tensors)
         chosen = next((g for g in self.query_key if holds(g.when, config, layer)), None)
@@ -137,7 +142,7 @@ class AttentionData(_Data):
             query_key=(chosen or HeadGroup(group="none")).build("qk", config, sizes),
             value_output=self.value_output.build("vo", config, sizes),
         )
-        return Block("attention", layout, absent, self.optional, self.heads)
+        return Block(self.name, layout, absent, alternative or self.optional, self.heads)
 
 
 class NeuronData(_Data):
@@ -210,6 +215,8 @@ class StreamData(_Data):
         Output heads, and the embeddings that stand in for them where a model has none.
     fixed : tuple of str
         Tensors that a model may have and that lie outside of the stream.
+    last : tuple of str
+        Those of ``tensors`` that follow the last layer, beyond the heads and the norms before them.
     """
 
     norm: Literal["rms", "layer"]
@@ -220,6 +227,29 @@ class StreamData(_Data):
     norms: Mapping[str, tuple[str, ...]] = {}
     tied: Mapping[str, str] = {}
     fixed: tuple[str, ...] = ()
+    last: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Declared:
+    """What is known of one tensor, whether it moves or not.
+
+    Attributes
+    ----------
+    needed : bool
+        Whether every model has it. One of an alternative block is not.
+    moves : bool
+        Whether it belongs to a block or to the residual stream.
+    vocabulary_axis : int, optional
+        Dimension that counts tokens.
+    last : bool
+        Whether it follows the last layer.
+    """
+
+    needed: bool
+    moves: bool
+    vocabulary_axis: int | None
+    last: bool
 
 
 @dataclass(frozen=True)
@@ -249,7 +279,7 @@ class Block:
     Attributes
     ----------
     kind : str
-        ``attention``, ``experts``, or the name of a block of neurons.
+        ``experts``, or the name of a block of heads or neurons.
     layout : AttentionLayout, NeuronLayout or ExpertLayout
         Its tensor names are templates with ``${layer_index}``.
     optional : frozenset of str
@@ -305,9 +335,13 @@ class Family(_Data):
         What may stand before the tensor names.
     modules : tuple of str
         Which of mergekit's modules the layers belong to; without any, the model has just one.
+    layers : mapping of str to str
+        How the tensor names of each stack of layers begin, to the stack's depth in the
+        configuration.
     attention, neurons, experts
         The symmetric blocks of the layers. A tensor name that ends in ``?`` may be absent. With
-        experts or several blocks of neurons, a layer may have any of them.
+        experts or several blocks of neurons, a layer may have any of them; so too with several
+        blocks of heads.
     stream
         The residual stream that the blocks read and write.
     checked : str
@@ -328,7 +362,8 @@ class Family(_Data):
     size_names: Mapping[str, str]
     prefixes: tuple[str, ...] = ("",)
     modules: tuple[str, ...] = ()
-    attention: AttentionData | None = None
+    layers: Mapping[str, str] = {"": "num_hidden_layers"}
+    attention: tuple[AttentionData, ...] = ()
     neurons: tuple[NeuronData, ...] = ()
     experts: ExpertData | None = None
     stream: StreamData
@@ -336,7 +371,7 @@ class Family(_Data):
     example: Mapping[str, Any] = {}
     notes: str = ""
 
-    @field_validator("neurons", mode="before")
+    @field_validator("attention", "neurons", mode="before")
     @classmethod
     def _one_or_more(cls, value: Any) -> Any:
         return value if isinstance(value, list | tuple) else (value,)
@@ -381,18 +416,59 @@ class Family(_Data):
         for axis, expressions in self.sizes.items():
             sizes[axis] = first(expressions, config, sizes, axis)
         blocks = []
-        if self.attention is not None:
-            blocks.append(self.attention.build(config, sizes, index))
+        for data in self.attention:
+            blocks.append(data.build(config, sizes, index, len(self.attention) > 1))
         several = len(self.neurons) > 1 or self.experts is not None
-        blocks += [data.build(sizes, several) for data in self.neurons]
+        blocks += [units.build(sizes, several) for units in self.neurons]
         if self.experts is not None:
             blocks.append(self.experts.build(config, sizes))
         return Layer(tuple(blocks), sizes)
 
     def block_tensors(self) -> dict[str, str]:
         """Return name and pattern of the tensors of all blocks, as the data file has them."""
-        blocks = (self.attention, *self.neurons, self.experts)
+        blocks = (*self.attention, *self.neurons, self.experts)
         return {n: text for data in blocks if data for n, text in data.tensors.items()}
+
+    def declared(self, model_class: str) -> dict[str, Declared]:
+        """Return what is known of every tensor that models of a class may have, by template."""
+        data, several = self.stream, len(self.neurons) > 1 or self.experts is not None
+        alternative = {
+            name
+            for blocks, some in (
+                (self.attention, len(self.attention) > 1),
+                (self.neurons, several),
+                ((self.experts,), True),
+            )
+            for block in blocks
+            if block and (some or getattr(block, "optional", False))
+            for name in block.tensors
+        }
+        of_class = data.classes.get(model_class, {})
+        texts = {
+            **self.block_tensors(),
+            **data.tensors,
+            **of_class,
+            **dict.fromkeys(data.norms, "e"),
+        }
+        behind = {name.removesuffix("?") for name in (*of_class, *data.last)}
+        for norm, readers in data.norms.items():
+            behind |= {norm, *readers}
+        behind |= {*data.tied, *map(bias_of, behind | set(data.tied)), *data.fixed}
+        result = {
+            name.removesuffix("?"): Declared(
+                needed=not name.endswith("?") and name not in alternative,
+                moves=True,
+                vocabulary_axis=Pattern.parse(text).dim_of("v"),
+                last=name.removesuffix("?") in behind,
+            )
+            for name, text in texts.items()
+        }
+        for name in data.fixed:
+            result.setdefault(name, Declared(False, False, None, name in behind))
+        for norm, readers in data.norms.items():
+            for bias in map(bias_of, (norm, *readers)):
+                result.setdefault(bias, Declared(False, True, None, bias in behind))
+        return result
 
     def stream_of(self, model_class: str) -> Stream:
         """Return the residual stream of a model class."""

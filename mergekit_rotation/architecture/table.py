@@ -53,12 +53,23 @@ def _row(family: Family) -> str:
 
 
 def _attention(family: Family) -> tuple[str, str, str]:
-    data = family.attention
-    if data is None:
+    blocks = family.attention
+    if not blocks:
         return "-", "-", "-"
-    heads = "KV groups, query heads inside" if "g" in family.sizes else "all heads"
-    queries = " or ".join(_group(group) for group in data.query_key) or "-"
-    return queries, _group(data.value_output), heads if data.heads else "-"
+    some = "KV groups, query heads inside" if "g" in family.sizes else "all heads"
+    queries = [" or ".join(_group(group) for group in data.query_key) or "-" for data in blocks]
+    values = [_group(data.value_output) for data in blocks]
+    heads = [some if data.heads else "-" for data in blocks]
+    return _named(family, queries), _named(family, values), _named(family, heads)
+
+
+def _named(family: Family, cells: Sequence[str]) -> str:
+    """Return what all blocks of heads have in common, or else what each has."""
+    if len(set(cells)) == 1:
+        return cells[0]
+    return "; ".join(
+        f"{data.name}: {cell}" for data, cell in zip(family.attention, cells, strict=True)
+    )
 
 
 def _neurons(family: Family) -> str:

@@ -1,17 +1,38 @@
 """What the planning of all layers shares: the planner, the checkpoints, warnings given."""
 
 import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
 from mergekit.common import ModelReference
 from mergekit.io.tasks import LoadTensor
 from mergekit.plan import MergePlanner
 
-from mergekit_rotation.architecture import DeclarationError, all_families, own_families
+from mergekit_rotation.architecture import DeclarationError, Family, all_families, own_families
 from mergekit_rotation.graph import parameters
 from mergekit_rotation.graph.checkpoints import Checkpoint
 from mergekit_rotation.graph.errors import RotationError
 
 LOG = logging.getLogger(__name__)
+
+
+def _own_families(given: Mapping[str, Any] | None) -> dict[Path, Family]:
+    try:
+        return own_families(parameters.architecture(given))
+    except DeclarationError as problem:
+        raise RotationError(str(problem)) from problem
+
+
+def known_families(given: Mapping[str, Any] | None) -> tuple[Family, ...]:
+    """Return the user's own families under the parameters of a merge, then ours.
+
+    Raises
+    ------
+    RotationError
+        If a user's own declaration of an architecture cannot be read.
+    """
+    return (*_own_families(given).values(), *all_families())
 
 
 class Context:
@@ -29,10 +50,7 @@ class Context:
 
     def __init__(self, planner: MergePlanner):
         self.planner = planner
-        try:
-            self._own = own_families(parameters.architecture(planner.config.parameters))
-        except DeclarationError as problem:
-            raise RotationError(str(problem)) from problem
+        self._own = _own_families(planner.config.parameters)
         self._checkpoints: dict[ModelReference, Checkpoint] = {}
         self._warned: set[str] = set()
 

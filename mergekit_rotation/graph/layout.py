@@ -13,6 +13,7 @@ from mergekit_rotation.architecture import (
 )
 from mergekit_rotation.graph.checkpoints import FLOATING, Checkpoint
 from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.symmetry import AttentionLayout
 
 
 class Unsupported(Exception):
@@ -83,12 +84,15 @@ def present_blocks(layer: Layer, present: Container[str], model: object) -> list
                 f"{model}: mergekit does not plan {template}, which moves with the rest of its "
                 "layer; use the method without rotation_"
             )
-    feed_forward = [block for block in layer.blocks if block.kind != "attention"]
-    if feed_forward and not any(block in blocks for block in feed_forward):
-        raise Unsupported(
-            f"{model}: mergekit plans no tensor of the feed-forward part of a layer; use the "
-            "method without rotation_"
-        )
+    heads = [block for block in layer.blocks if isinstance(block.layout, AttentionLayout)]
+    feed_forward = [block for block in layer.blocks if block not in heads]
+    parts = {"feed-forward": feed_forward} | ({"attention": heads} if len(heads) > 1 else {})
+    for part, alternatives in parts.items():
+        if alternatives and not any(block in blocks for block in alternatives):
+            raise Unsupported(
+                f"{model}: mergekit plans no tensor of the {part} part of a layer; use the "
+                "method without rotation_"
+            )
     return blocks
 
 

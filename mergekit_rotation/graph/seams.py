@@ -244,13 +244,23 @@ def _open_writer(original: Callable[..., Any], task: Any, **kwargs: Any) -> Any:
     return writer
 
 
-# -- mergekit.merge: the end of a merge -----------------------------------------------------------
+# -- mergekit.merge: the definition of the architecture, the end of a merge -----------------------
 
 
 def guard_merge() -> None:
     """Clean up after a failed merge and say what was done; scripts bind the wrapped function."""
     merge = sys.modules["mergekit.merge"]
     _wrap(merge, "run_merge", ("merge_config", "out_path", "options"), _run_merge)
+    _wrap(merge, "get_architecture_info", ("config", "options"), _architecture)
+
+
+def _architecture(original: Callable[..., Any], config: Any, options: Any) -> Any:
+    """Use a definition of `graph.definitions` where mergekit has none that fits the models."""
+    from mergekit_rotation.graph import definitions, methods
+
+    if not methods.is_rotation(config.merge_method):
+        return original(config, options)
+    return definitions.definition(config, options) or original(config, options)
 
 
 def _run_merge(

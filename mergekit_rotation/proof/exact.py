@@ -106,4 +106,5 @@ def exact_outputs(
     with float64_exact(model) as exact:
         if state_dict is not None:
             exact.load_state_dict(state_dict)
-        return outputs(exact, inputs)
+        given = {n: x.double() if x.is_floating_point() else x for n, x in inputs.items()}
+        return outputs(exact, given)

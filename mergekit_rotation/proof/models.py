@@ -83,7 +83,7 @@ def example_configs(family: Family, model_type: str) -> dict[str, PretrainedConf
 def _alternatives(family: Family) -> dict[str, list[Conditions]]:
     """Collect the conditions of the groups of queries and keys that one model can fulfil."""
     found: dict[str, list[Conditions]] = {}
-    for group in family.attention.query_key if family.attention is not None else ():
+    for group in (group for heads in family.attention for group in heads.query_key):
         whole = [f"{p}: {json.dumps(v[0])}" for p, v in group.when.items() if _LAYER not in p]
         found.setdefault(", ".join(whole), []).append(group.when)
     return found or {"": [{}]}

@@ -137,7 +137,7 @@ class Subject:
         family: Family,
         seed: int = 3,
     ):
-        self.inputs = inputs
+        self.inputs = {name: _exact(x) for name, x in inputs.items()}
         self.family = family
         self.config: Any = model.config
         self.sizes = family.layer(self.config).sizes

@@ -240,3 +240,17 @@ def test_rotation_align_needs_one_model_and_a_reference(twins, tmp_path):
         assert result.exit_code == 1
         assert fragment in result.output
         assert nothing_written(tmp_path / "out")
+
+
+def test_a_tensor_that_is_not_written_is_named(tmp_path, caplog):
+    for name, seed in (("a", 0), ("b", 1)):
+        tiny.save(tiny.build("llama", seed=seed, biases=True), tmp_path / name)
+
+    def changed(state):
+        return {**state, "model.layers.0.adapter.weight": torch.ones(2, 2)}
+
+    changed_copy(tmp_path / "b", tmp_path / "c", changed)
+    merged(config("rotation_linear", [tmp_path / "a", tmp_path / "c"]), tmp_path / "out")
+    assert "does not list model.layers.*.adapter.weight" in caplog.text
+    written = weights(tmp_path / "out")
+    assert written.keys() == weights(tmp_path / "a").keys()

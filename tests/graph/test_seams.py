@@ -80,6 +80,27 @@ def test_scripts_bind_run_merge_after_it_was_wrapped():
     assert run_yaml.run_merge._mergekit_rotation
 
 
+def test_the_definition_of_a_merge_is_looked_up_in_the_module_that_merges():
+    assert mergekit.merge.get_architecture_info._mergekit_rotation
+    source = inspect.getsource(mergekit.merge.run_merge.__wrapped__)
+    assert "arch_info = get_architecture_info(merge_config, options)" in source
+
+
+def test_optional_weights_with_aliases_stop_the_planner():
+    source = inspect.getsource(MergePlanner.plan_tensor)
+    assert "[w_in.name] + (w_in.aliases or [])" in source
+    assert WeightInfo(name="x", aliases=["y"]).aliases == ("y",)
+
+
+def test_conversions_are_told_by_name():
+    from mergekit.architecture import conversion
+
+    expected = ["transform", "available"]
+    assert list(inspect.signature(conversion._iter_transform_matches).parameters) == expected
+    expected = ["renamed_key", "target_patterns"]
+    assert list(inspect.signature(conversion._expanded_target_keys).parameters) == expected
+
+
 def test_stock_models_are_an_unordered_set():
     assert "models = set()" in inspect.getsource(
         inspect.unwrap(MergeConfiguration.referenced_models)
@@ -166,6 +187,7 @@ def test_completing_a_module_again_changes_nothing(seam):
         MergeConfiguration.model_validate.__func__,
         MergePlanner.plan_layer,
         mergekit.merge.run_merge,
+        mergekit.merge.get_architecture_info,
     )
     getattr(seams, seam)()
     after = (
@@ -173,6 +195,7 @@ def test_completing_a_module_again_changes_nothing(seam):
         MergeConfiguration.model_validate.__func__,
         MergePlanner.plan_layer,
         mergekit.merge.run_merge,
+        mergekit.merge.get_architecture_info,
     )
     assert before == after
 

@@ -1,5 +1,6 @@
 """The residual stream and transformations as values, through the real command."""
 
+import copy
 import json
 from pathlib import Path
 
@@ -11,14 +12,15 @@ from transformers import PreTrainedTokenizerFast
 import scramble
 import scramble_stream
 import tiny
-from mergekit_rotation.architecture import all_families
-from merging import QUIET, changed_copy, command, config, merge, merged, weights, write
+from mergekit_rotation.architecture import all_families, find_family
+from mergekit_rotation.proof import Subject
+from merging import QUIET, Twins, changed_copy, command, config, merge, merged, weights, write
 
 ROTATING = {f.family for f in all_families() if "orthogonal" in f.stream.maps}
-MERGEABLE = [name for name, case in tiny.FAMILIES.items() if case.mergeable]
+SCRAMBLED = [name for name, case in tiny.FAMILIES.items() if case.family in scramble.NAMES]
 KINDS = [
     (case, kind)
-    for case in MERGEABLE
+    for case in SCRAMBLED
     for kind in ("permutation", "orthogonal")
     if kind == "permutation" or tiny.FAMILIES[case].family in ROTATING
 ]
@@ -49,7 +51,6 @@ class Pair:
 
     def outputs(self, folder):
         loaded = type(self.model).from_pretrained(folder, attn_implementation="eager").eval()
-        tiny.restore(self.case, loaded, self.model)
         return tiny.outputs(loaded, tiny.inputs(self.case))
 
     def distance(self, folder, other=None):
@@ -81,6 +82,44 @@ def error(configuration, out):
 def test_twin_with_another_stream_returns(case, kind, tmp_path):
     pair = Pair(tmp_path, case, kind)
     assert pair.distance(merged(pair.config(kind=kind), tmp_path / "out")) < 1e-3
+
+
+@pytest.mark.parametrize(
+    "case",
+    ["deberta-masked-lm", "deberta_v3-masked-lm", "mpnet-masked-lm", "vit-image-classification"],
+)
+def test_encoder_in_another_order_returns(case, tmp_path):
+    twins = Twins(case, tmp_path)
+    cfg, name = twins.model.config, type(twins.model).__name__
+
+    def changed(state):
+        subject = Subject(copy.deepcopy(twins.model), twins.inputs, find_family(cfg, name))
+        subject.state = {name: x.double() for name, x in state.items()}
+        moved = subject.moved_stream(subject.draw("permutation"), fold=False)
+        return {name: moved[name].to(x.dtype).contiguous() for name, x in state.items()}
+
+    twin = changed_copy(twins.others[0], tmp_path / "twin", changed)
+    assert twins.distance(twin) < 1e-4
+    models, residual = [twins.reference, twin], {"align_residual": "permutation"}
+    assert twins.distance(merged(config("rotation_linear", models), tmp_path / "without")) > 0.05
+    out = merged(config("rotation_linear", models, parameters=residual), tmp_path / "with")
+    assert twins.distance(out) < 1e-3
+
+
+@pytest.mark.parametrize(
+    ("case", "reason"),
+    [
+        ("t5_gated", "models of several modules"),
+        ("whisper", "models of several modules"),
+        ("electra", "electra models allow no permutation map"),
+    ],
+)
+def test_streams_without_a_map_are_refused(case, reason, tmp_path):
+    twins, residual = Twins(case, tmp_path), {"align_residual": "permutation"}
+    models = [twins.reference, *twins.others]
+    result = merge(config("rotation_linear", models, parameters=residual), tmp_path / "out")
+    assert result.exit_code == 1
+    assert reason in result.output and "set align_residual: none" in result.output
 
 
 def test_twin_returns_through_the_installed_command(tmp_path):
