@@ -8,11 +8,16 @@ import torch
 from mergekit_rotation.architecture import Block, Family, find_family
 from mergekit_rotation.symmetry import (
     AttentionLayout,
+    DirectSum,
     ExpertLayout,
     Group,
+    Linear,
+    Orthogonal,
     Pattern,
     Permute,
+    PlaneRotations,
     Rotate,
+    Scale,
     Sign,
     Transformation,
     act,
@@ -61,6 +66,63 @@ def element(
         sign = 2.0 * torch.randint(2, (f,), generator=generator) - 1.0
         result.append(Sign("f", sign))
     return tuple(result)
+
+
+def invertible(
+    group: Group, batch: int, generator: torch.Generator, condition: float
+) -> torch.Tensor:
+    """Draw invertible matrices that may act where a group does, (batch, n, n), float64."""
+    if isinstance(group, DirectSum):
+        parts = [invertible(block, batch, generator, condition) for block in group.blocks]
+        return torch.stack([torch.block_diag(*one) for one in zip(*parts, strict=True)])
+    matrix = group.sample(batch, generator)
+    if isinstance(group, Orthogonal):
+        values = condition ** torch.linspace(-0.5, 0.5, group.n, dtype=torch.float64)
+        return matrix * values @ group.sample(batch, generator)
+    if isinstance(group, PlaneRotations):
+        exponent = torch.rand(batch, len(group.pairs), generator=generator, dtype=torch.float64)
+        scale = torch.ones(batch, group.n, dtype=torch.float64)
+        for k, pair in enumerate(group.pairs):
+            scale[:, list(pair)] = condition ** (exponent[:, k, None] - 0.5)
+        return scale[:, :, None] * matrix
+    return matrix
+
+
+def scaling(
+    block: Block,
+    seed: int,
+    parts: Collection[str] = ("qk", "vo", "f"),
+    group: Group | None = None,
+    condition: float = 4.0,
+) -> Transformation:
+    """Draw a random element of the scalings that a block declares; `group` for queries."""
+    generator = torch.Generator().manual_seed(200 + seed)
+    sizes, layout = block.layout.sizes, block.layout
+    powers = {axis for p in layout.patterns.values() for one in p.powers for axis in one}
+    if isinstance(layout, AttentionLayout):
+        groups = {"qk": group or layout.query_key, "vo": layout.value_output}
+        result = []
+        for axis in sorted(powers & {*parts}):
+            if axis == "qk" and not layout.query_key.cells and group is None:
+                continue
+            matrix = invertible(groups[axis], sizes["kv"], generator, condition)
+            result.append(Linear(axis, matrix, torch.linalg.inv(matrix).mT, "kv"))
+        return tuple(result)
+    if "f" not in powers & {*parts}:
+        return ()
+    per = "x" if isinstance(layout, ExpertLayout) else None
+    shape = (sizes["f"],) if per is None else (sizes["x"], sizes["f"])
+    exponent = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
+    return (Scale("f", condition**exponent, per),)
+
+
+def protected(state: State, config: Any, model_class: str, condition: float) -> State:
+    """Return a model permuted, rotated and scaled, in the dtypes that it came in."""
+    twin = scrambled({k: x.double() for k, x in state.items()}, config, model_class, 1)
+    family = find_family(config, model_class)
+    assert family is not None
+    twin = moved(twin, config, family, lambda b, k: scaling(b, k, condition=condition))
+    return {name: x.to(state[name].dtype).contiguous() for name, x in twin.items()}
 
 
 def stored(family: Family, template: str, index: int, state: Mapping[str, torch.Tensor]) -> str:

@@ -258,6 +258,7 @@ class ModelSolver:
                     after=after,
                     scale=scale,
                     seconds=time.perf_counter() - start,
+                    condition=run.condition(transformation),
                 )
             )
 

@@ -104,6 +104,7 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             after=after,
             scale=scale,
             seconds=time.perf_counter() - start,
+            condition=run.condition(transformation),
         )
         run.current().record(record)
         return moved

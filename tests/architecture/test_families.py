@@ -4,12 +4,14 @@ The families are found by listing the data files. Random elements act on a tiny 
 float64; each leg that is forgotten, and each group that is too large, has to change the outputs.
 """
 
+import re
+
 import pytest
 import torch
 
 import declared
 import tiny
-from declared import PARTS, element
+from declared import PARTS, element, scaling
 from mergekit_rotation.architecture import Family, LayoutError, all_families, find_family
 from mergekit_rotation.architecture.sizes import evaluate
 from mergekit_rotation.symmetry import (
@@ -17,7 +19,9 @@ from mergekit_rotation.symmetry import (
     Permute,
     PlaneRotations,
     PlaneSigns,
+    Scale,
     act,
+    moves,
     rotary_pairs,
 )
 
@@ -89,6 +93,59 @@ def test_every_class_of_a_family_that_mergekit_merges_is_built():
 def test_random_elements_leave_the_function_unchanged(model, parts):
     change = model.change(lambda block, index: element(block, index, parts))
     assert change <= model.tolerance()
+
+
+def test_random_scalings_leave_the_function_unchanged(model):
+    """Numbers are multiplied by up to 2 and then by as little as 1/2, in up to three factors."""
+    assert model.change(scaling) <= 8 * model.tolerance()
+
+
+def test_each_forgotten_scaled_leg_changes_the_function(model):
+    legs = {
+        template: (block, name)
+        for index in range(tiny.LAYERS)
+        for block in model.blocks(index)
+        for template, (name, pattern) in model.legs(block, index).items()
+        if moves(scaling(block, index), pattern)
+    }
+    for template, (block, name) in legs.items():
+        change = model.change(scaling, forget=template)
+        if is_key_bias_without_rotary(model, block, name):
+            assert change <= 8 * model.tolerance(), "softmax does not see a shift of all keys"
+        else:
+            assert change > 1e6 * model.tolerance(), template
+
+
+def test_scalings_that_are_not_declared_change_the_function(model):
+    """A map per dimension of rotary heads, and a factor of neurons that have none."""
+    for index in range(tiny.LAYERS):
+        for block in model.blocks(index):
+            if block.kind == "attention" and block.layout.query_key.cells:
+                group = block.layout.query_key
+                if isinstance(group, Orthogonal):
+                    continue
+                change = model.change(
+                    lambda b, k, i=index: (
+                        scaling(b, k, ("qk",), Orthogonal(b.layout.sizes["qk"])) if k == i else ()
+                    )
+                )
+                assert change > 1e6 * model.tolerance()
+            if block.kind == "neurons" and not scaling(block, index):
+                one = block.layout.patterns
+                up = next(iter(one))
+                factor = torch.linspace(0.5, 2, block.layout.sizes["f"], dtype=torch.float64)
+                state = dict(model.state)
+                for template, (name, pattern) in model.legs(block, index).items():
+                    down = not template.endswith("bias") and template != up
+                    marked = re.sub(r"\bf\b", "f^-1" if down else "f^1", pattern.text)
+                    state[name] = act(
+                        (Scale("f", factor),),
+                        state[name],
+                        pattern.parse(marked),
+                        block.layout.sizes,
+                    )
+                change = float((model.outputs(state) - model.base).abs().max())
+                assert change > 1e6 * model.tolerance()
 
 
 def test_each_forgotten_leg_changes_the_function(model):

@@ -2,8 +2,9 @@
 
 import pytest
 
+import declared
 import tiny
-from merging import QUIET, Twins, command, config, merged, write
+from merging import QUIET, Twins, changed_copy, command, config, merged, write
 
 MERGEABLE = sorted(name for name, case in tiny.FAMILIES.items() if case.mergeable)
 #: one of every kind through the installed command, the others in this process
@@ -25,3 +26,20 @@ def test_twin_returns(case, tmp_path):
     models = [twins.reference, *twins.others]
     assert twins.distance(merged(config("rotation_linear", models), tmp_path / "out")) < 1e-3
     assert twins.distance(merged(config("linear", models), tmp_path / "plain")) > 0.05
+
+
+@pytest.mark.parametrize("case", ["llama", "gpt2", "gemma3", "arcee", "mixtral"])
+def test_protected_model_returns_with_align_scale(case, tmp_path):
+    """Heads multiplied by matrices of condition number 100, neurons by factors up to 10."""
+    twins = Twins(case, tmp_path, count=0)
+    kind = type(twins.model).__name__
+    other = changed_copy(
+        twins.reference,
+        tmp_path / "protected",
+        lambda state: declared.protected(state, twins.model.config, kind, condition=100.0),
+    )
+    assert twins.distance(other) < 1e-3
+    models = [twins.reference, other]
+    on = config("rotation_linear", models, parameters={"align_scale": True})
+    assert twins.distance(merged(on, tmp_path / "on")) < 1e-2
+    assert twins.distance(merged(config("rotation_linear", models), tmp_path / "off")) > 0.05
