@@ -20,6 +20,7 @@ from mergekit_rotation.symmetry import (
     Trivial,
     act,
     moves,
+    same_products,
     solve_attention,
     solve_experts,
     solve_neurons,
@@ -132,6 +133,33 @@ class BlockSpec(BaseModel):
             return find(reference, other)
         except SymmetryError as problem:
             raise RotationError(f"{where}: {problem}; the model is damaged") from problem
+
+    def scaled_apart(self, reference: Tensors, other: Tensors, after: float, scale: float) -> bool:
+        """Tell whether only ``align_scale`` would bring two sides together.
+
+        That is so if they differ after alignment, by more than rounding a rotation of n
+        dimensions explains, and the products of their factors agree.
+
+        Parameters
+        ----------
+        reference, other : mapping of leg name to Tensor
+        after, scale : float
+            Squared distance after alignment, and square of the reference.
+        """
+        if self.use_scale or not (self.use_neurons and self.use_query_key):
+            return False
+        patterns = {name: Pattern.parse(text) for name, text in self.patterns}
+        sizes = dict(self.sizes)
+        eps = max(torch.finfo(x.dtype).eps for x in (*reference.values(), *other.values()))
+        n = max(sizes["qk"], sizes["vo"])
+        if after <= (8 * eps) ** 2 * n * scale:
+            return False
+        if self.expert_groups:
+            return same_products(reference, other, ExpertLayout(patterns, sizes))
+        if self.query_key is None or self.value_output is None:
+            return same_products(reference, other, NeuronLayout(patterns, sizes))
+        layout = AttentionLayout(patterns, sizes, self.query_key, self.value_output)
+        return same_products(reference, other, layout)
 
     def move_legs(
         self, transformation: Transformation, tensors: Tensors

@@ -5,6 +5,7 @@ the same `Run`.
 """
 
 import glob
+import logging
 import os
 import threading
 from collections import Counter
@@ -15,6 +16,8 @@ import torch
 
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.symmetry import Linear, Scale, Sign, Transformation
+
+logger = logging.getLogger(__name__)
 
 _WEIGHTS = (
     "model*.safetensors",
@@ -42,6 +45,8 @@ class Record:
     seconds : float
     condition : float
         Largest condition number of what was applied.
+    scaled : bool
+        Whether the block still differs, but only by what ``align_scale`` would undo.
     """
 
     model: str
@@ -54,6 +59,7 @@ class Record:
     scale: float
     seconds: float
     condition: float = 1.0
+    scaled: bool = False
 
 
 @dataclass
@@ -68,9 +74,19 @@ class Run:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def record(self, entry: Record) -> None:
-        """Add what a solve did; called from any thread."""
+        """Add what a solve did; called from any thread. Warn once per model of a scaling."""
         with self._lock:
+            first = entry.scaled and not any(
+                known.scaled for known in self.records if known.model == entry.model
+            )
             self.records.append(entry)
+        if first:
+            text = (
+                f"{entry.block} of {entry.layer} differ from the reference's only by an "
+                "invertible map that is not orthogonal; set align_scale: true to undo it"
+            )
+            self.note(entry.model, text)
+            logger.warning("%s: %s", entry.model, text)
 
     def note(self, model: str, text: str) -> None:
         """Add a remark on a model to the summary."""

@@ -259,6 +259,7 @@ class ModelSolver:
                     scale=scale,
                     seconds=time.perf_counter() - start,
                     condition=run.condition(transformation),
+                    scaled=spec.scaled_apart(goal, inside, after, scale),
                 )
             )
 

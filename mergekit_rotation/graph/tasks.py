@@ -105,6 +105,7 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             scale=scale,
             seconds=time.perf_counter() - start,
             condition=run.condition(transformation),
+            scaled=not same and self.spec.scaled_apart(reference, other, after, scale),
         )
         run.current().record(record)
         return moved

@@ -46,6 +46,7 @@ from mergekit_rotation.symmetry.norms import Norm, target_norm
 from mergekit_rotation.symmetry.precision import all_finite, full_precision, working_dtype
 from mergekit_rotation.symmetry.scaling import (
     best_scale,
+    same_products,
     solve_scaled_attention,
     solve_scaled_neurons,
 )
@@ -93,6 +94,7 @@ __all__ = [
     "Rotate",
     "Scale",
     "best_scale",
+    "same_products",
     "solve_scaled_attention",
     "solve_scaled_neurons",
     "Sign",

@@ -108,6 +108,13 @@ class Group(ABC):
         eye = torch.eye(self.n, dtype=s.dtype, device=s.device)
         return eye.expand(s.shape)
 
+    def invariants(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return what no map (A, A^-T) changes of factors with Gram matrices S and T, (..., k).
+
+        These are sizes of the product: its singular values where A may be any matrix.
+        """
+        return s.new_zeros(*s.shape[:-2], 0)
+
     @abstractmethod
     def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """Draw random elements, shape (batch, n, n), float64."""
@@ -186,6 +193,14 @@ class Orthogonal(Group):
     @property
     def stretches(self) -> int:  # type: ignore[override]
         return self.n * (self.n + 1) // 2
+
+    def invariants(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        with single_thread(s.device, if_size=self.n):
+            values, vectors = torch.linalg.eigh(s)
+            root = vectors * values.clamp(min=0)[..., None, :] ** 0.5
+            values = torch.linalg.eigvalsh(root.mT @ t @ root)
+        result: torch.Tensor = values.clamp(min=0).sqrt()
+        return result
 
     def balance(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """Return A = M^(1/2), M = S^-1 # T = S^(-1/2) (S^(1/2) T S^(1/2))^(1/2) S^(-1/2).
@@ -324,6 +339,9 @@ class PlaneRotations(_Planes):
     def stretches(self) -> int:  # type: ignore[override]
         return len(self.pairs)
 
+    def invariants(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return (self._overlap(s)[0] * self._overlap(t)[0]).sqrt()
+
     def balance(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         size, dual = self._overlap(s)[0], self._overlap(t)[0]
         sound = (size > 0) & (dual > 0)
@@ -429,6 +447,10 @@ class DirectSum(Group):
     @property
     def stretches(self) -> int:  # type: ignore[override]
         return sum(block.stretches for block in self.blocks)
+
+    def invariants(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self._ranges(s), self._ranges(t), strict=True)
+        return torch.cat([block.invariants(a, b) for (block, a), (_, b) in pairs], dim=-1)
 
     def balance(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         pairs = zip(self._ranges(s), self._ranges(t), strict=True)

@@ -301,6 +301,43 @@ def _overlaps(
     return totals[0], totals[1]
 
 
+# -- what is left undone ----------------------------------------------------------------------
+
+
+def same_products(reference: Tensors, other: Tensors, layout: "_Layout") -> bool:
+    """Tell whether the products of all pairs of factors could be equal, whatever their order.
+
+    Rounding X and Y of a product to eps moves its singular values by 2 eps |X| |Y| at most
+    (Mirsky), and that of a neuron by as much per factor; what agrees better is taken as equal.
+
+    Returns
+    -------
+    bool
+        False where no factors can be scaled.
+    """
+    eps = max(torch.finfo(x.dtype).eps for x in (*reference.values(), *other.values()))
+    found = []
+    if isinstance(layout, AttentionLayout):
+        for axis, group in _axes(layout).items():
+            sizes, errors = [], []
+            for side in (reference, other):
+                s, t = _gram(side, side, layout, axis)
+                values = group.invariants(s, t)
+                order = values.sum(-1).argsort()
+                norms = (x.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt() for x in (s, t))
+                sizes.append(values[order])
+                errors.append((2 * eps * next(norms) * next(norms))[order])
+            found.append((sizes[0] - sizes[1]).norm(dim=-1) <= errors[0] + errors[1])
+    elif powers := {k for p in layout.patterns.values() for one in p.powers for k in one.values()}:
+        per = "x" if isinstance(layout, ExpertLayout) else None
+        sizes = []
+        for side in (reference, other):
+            up, down = _overlaps(side, side, layout, per)
+            sizes.append((up ** -min(powers) * down).sqrt().flatten().sort().values)
+        found.append((sizes[0] - sizes[1]).abs() <= 2 * (1 - min(powers)) * eps * sizes[0])
+    return bool(found) and all(bool(one.all()) for one in found)
+
+
 # -- both ------------------------------------------------------------------------------------------
 
 _Layout = AttentionLayout | NeuronLayout | ExpertLayout

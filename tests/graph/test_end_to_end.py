@@ -29,7 +29,7 @@ def test_twin_returns(case, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["llama", "gpt2", "gemma3", "arcee", "mixtral"])
-def test_protected_model_returns_with_align_scale(case, tmp_path):
+def test_protected_model_returns_with_align_scale(case, tmp_path, caplog):
     """Heads multiplied by matrices of condition number 100, neurons by factors up to 10."""
     twins = Twins(case, tmp_path, count=0)
     kind = type(twins.model).__name__
@@ -42,4 +42,11 @@ def test_protected_model_returns_with_align_scale(case, tmp_path):
     models = [twins.reference, other]
     on = config("rotation_linear", models, parameters={"align_scale": True})
     assert twins.distance(merged(on, tmp_path / "on")) < 1e-2
+    assert "align_scale" not in caplog.text
+    file = tmp_path / "saved.safetensors"
+    for more in ({"align_scale": True, "align_save": str(file)}, {"align_load": str(file)}):
+        saved = config("rotation_linear", models, parameters=more)
+        out = merged(saved, tmp_path / "-".join(more))
+        assert twins.distance(out) < 1e-2
     assert twins.distance(merged(config("rotation_linear", models), tmp_path / "off")) > 0.05
+    assert caplog.text.count("set align_scale: true") == 1
