@@ -148,6 +148,8 @@ class BlockSpec(BaseModel):
         """
         if self.use_scale or not (self.use_neurons and self.use_query_key):
             return False
+        legs = {name for name, _ in self.patterns}
+        reference, other = ({n: side[n] for n in legs if n in side} for side in (reference, other))
         patterns = {name: Pattern.parse(text) for name, text in self.patterns}
         sizes = dict(self.sizes)
         eps = max(torch.finfo(x.dtype).eps for x in (*reference.values(), *other.values()))
