@@ -1,5 +1,7 @@
 """Balancing of two factors, and the best scale: laws and optimality."""
 
+from functools import partial
+
 import pytest
 import torch
 from hypothesis import given
@@ -7,12 +9,20 @@ from hypothesis import given
 from laws import DOUBLE, LAW, PAIRINGS, SEEDS, rng
 from mergekit_rotation.symmetry import (
     DirectSum,
+    ExpertLayout,
     Orthogonal,
+    Pattern,
+    Permute,
     PlaneRotations,
     PlaneSigns,
+    Scale,
+    Sign,
     Signs,
+    act,
     best_scale,
     rotary_pairs,
+    solve_experts,
+    solve_scaled_neurons,
 )
 from mergekit_rotation.symmetry.groups import MAX_CONDITION
 
@@ -114,3 +124,22 @@ def test_best_scale_recovers_a_factor(power):
     found = best_scale(p, 1 / factor, q, factor**power, power)
     assert torch.allclose(found, factor, rtol=64 * EPS, atol=0)
     assert best_scale(torch.zeros(1), torch.zeros(1), torch.ones(1), torch.ones(1)) == 1
+
+
+def test_scaled_experts_return():
+    layout = ExpertLayout(
+        {"in": Pattern.parse("x [f | ~f^1] e"), "out": Pattern.parse("x e ~f^-1")},
+        {"x": 3, "f": 5, "e": 7},
+    )
+    generator = rng(9)
+    shapes = {name: pattern.shape(layout.sizes) for name, pattern in layout.patterns.items()}
+    origin = {n: torch.randn(s, dtype=DOUBLE, generator=generator) for n, s in shapes.items()}
+    factor = 10 ** (torch.rand(3, 5, dtype=DOUBLE, generator=generator) - 0.5)
+    order = torch.stack([torch.randperm(5, generator=generator) for _ in range(3)])
+    change = (Permute("x", torch.tensor([1, 2, 0])), Permute("f", order, "x"))
+    change += (Scale("f", factor, "x"), Sign("f", -torch.ones(3, 5), "x"))
+    other = {n: act(change, x, layout.patterns[n], layout.sizes) for n, x in origin.items()}
+    found = solve_scaled_neurons(origin, other, layout, partial(solve_experts, layout=layout))
+    for name, x in origin.items():
+        back = act(found, other[name], layout.patterns[name], layout.sizes)
+        assert torch.allclose(back, x, rtol=64 * EPS, atol=0)
