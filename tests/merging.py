@@ -81,6 +81,16 @@ class Twins:
         return float(change.abs().max())
 
 
+def protected(model: Any, target: Path, condition: float) -> Path:
+    """Save a model permuted, rotated and scaled, by the same function."""
+    other = copy.deepcopy(model)
+    family = find_family(other.config, type(other).__name__)
+    assert family is not None
+    other.load_state_dict(proof.scrambled(other, family, seed=1, condition=condition))
+    tiny.save(other, target)
+    return target
+
+
 def config(
     method: str, models: list[Path], weight: float | None = 0.5, **more: Any
 ) -> dict[str, Any]:

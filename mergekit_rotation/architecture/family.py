@@ -153,16 +153,22 @@ class NeuronData(_Data):
     name : str
     axis : str
         What the tensors call the axis of the neurons, where a family has several.
+    scaled_when : mapping of str to tuple
+        Under which configurations the exponents of neurons hold.
     tensors : mapping of str to str
     """
 
     name: str = "neurons"
     axis: str = "f"
+    scaled_when: Conditions = {}
     tensors: Mapping[str, str]
 
-    def build(self, sizes: Mapping[str, int], alternative: bool) -> "Block":
+    def build(self, config: object, sizes: Mapping[str, int], alternative: bool) -> "Block":
         """Return the block of one layer, in which ``f`` stands for the neurons."""
-        patterns, absent = _patterns(_as_neurons(self.tensors, self.axis))
+        tensors = _as_neurons(self.tensors, self.axis)
+        if not holds(self.scaled_when, config):
+            tensors = {name: re.sub(r"\^-?\d", "", text) for name, text in tensors.items()}
+        patterns, absent = _patterns(tensors)
         layout = NeuronLayout(patterns, {**sizes, "f": sizes[self.axis]})
         return Block(self.name, layout, absent, alternative)
 
@@ -419,7 +425,7 @@ class Family(_Data):
         for data in self.attention:
             blocks.append(data.build(config, sizes, index, len(self.attention) > 1))
         several = len(self.neurons) > 1 or self.experts is not None
-        blocks += [units.build(sizes, several) for units in self.neurons]
+        blocks += [units.build(config, sizes, several) for units in self.neurons]
         if self.experts is not None:
             blocks.append(self.experts.build(config, sizes))
         return Layer(tuple(blocks), sizes)

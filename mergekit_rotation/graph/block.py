@@ -1,6 +1,7 @@
 """One block of a layer (attention or neurons): what moves together, and how it is solved."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 
 import torch
 from pydantic import BaseModel, ConfigDict
@@ -12,14 +13,19 @@ from mergekit_rotation.symmetry import (
     Group,
     NeuronLayout,
     Pattern,
-    Rotate,
+    Permute,
+    Sign,
     SymmetryError,
     Transformation,
+    Trivial,
     act,
     moves,
+    same_products,
     solve_attention,
     solve_experts,
     solve_neurons,
+    solve_scaled_attention,
+    solve_scaled_neurons,
     working_dtype,
 )
 
@@ -42,6 +48,8 @@ class BlockSpec(BaseModel):
     shifted : tuple of str
         See `ExpertLayout`.
     use_query_key, use_value_output, use_heads, use_neurons, use_experts : bool
+    use_scale : bool
+        Whether maps that are not orthogonal may be used, too.
     """
 
     model_config = ConfigDict(frozen=True, arbitrary_types_allowed=True)
@@ -58,6 +66,7 @@ class BlockSpec(BaseModel):
     use_heads: bool = True
     use_neurons: bool = True
     use_experts: bool = True
+    use_scale: bool = False
 
     def used(self) -> bool:
         """Tell whether any symmetry is switched on."""
@@ -93,30 +102,66 @@ class BlockSpec(BaseModel):
             return ()
         patterns = {name: Pattern.parse(text) for name, text in self.patterns}
         sizes = dict(self.sizes)
+        find: Callable[[Tensors, Tensors], Transformation]
         try:
             if self.expert_groups:
                 experts = ExpertLayout(patterns, sizes, self.expert_groups, frozenset(self.shifted))
-                return solve_experts(
-                    reference,
-                    other,
-                    experts,
+                find = partial(
+                    solve_experts,
+                    layout=experts,
                     experts=self.use_experts,
                     neurons=self.use_neurons,
                 )
+                if self.use_scale and self.use_neurons:
+                    return solve_scaled_neurons(reference, other, experts, find)
+                return find(reference, other)
             if self.query_key is None or self.value_output is None:
-                return solve_neurons(reference, other, NeuronLayout(patterns, sizes))
-            layout = AttentionLayout(patterns, sizes, self.query_key, self.value_output)
-            return solve_attention(
-                reference,
-                other,
-                layout,
-                query_key=self.use_query_key,
-                value_output=self.use_value_output,
-                heads=self.use_heads,
-                stored=stored,
+                neurons = NeuronLayout(patterns, sizes)
+                find = partial(solve_neurons, layout=neurons)
+                if self.use_scale:
+                    return solve_scaled_neurons(reference, other, neurons, find)
+                return find(reference, other)
+            layout = AttentionLayout(
+                patterns,
+                sizes,
+                self.query_key if self.use_query_key else Trivial(self.query_key.n),
+                self.value_output if self.use_value_output else Trivial(self.value_output.n),
             )
+            find = partial(solve_attention, layout=layout, heads=self.use_heads, stored=stored)
+            if self.use_scale:
+                return solve_scaled_attention(reference, other, layout, find, stored)
+            return find(reference, other)
         except SymmetryError as problem:
             raise RotationError(f"{where}: {problem}; the model is damaged") from problem
+
+    def scaled_apart(self, reference: Tensors, other: Tensors, after: float, scale: float) -> bool:
+        """Tell whether only ``align_scale`` would bring two sides together.
+
+        That is so if they differ after alignment, by more than rounding a rotation of n
+        dimensions explains, and the products of their factors agree.
+
+        Parameters
+        ----------
+        reference, other : mapping of leg name to Tensor
+        after, scale : float
+            Squared distance after alignment, and square of the reference.
+        """
+        if self.use_scale or not (self.use_neurons and self.use_query_key):
+            return False
+        legs = {name for name, _ in self.patterns}
+        reference, other = ({n: side[n] for n in legs if n in side} for side in (reference, other))
+        patterns = {name: Pattern.parse(text) for name, text in self.patterns}
+        sizes = dict(self.sizes)
+        eps = max(torch.finfo(x.dtype).eps for x in (*reference.values(), *other.values()))
+        n = max(sizes["qk"], sizes["vo"])
+        if after <= (8 * eps) ** 2 * n * scale:
+            return False
+        if self.expert_groups:
+            return same_products(reference, other, ExpertLayout(patterns, sizes))
+        if self.query_key is None or self.value_output is None:
+            return same_products(reference, other, NeuronLayout(patterns, sizes))
+        layout = AttentionLayout(patterns, sizes, self.query_key, self.value_output)
+        return same_products(reference, other, layout)
 
     def move_legs(
         self, transformation: Transformation, tensors: Tensors
@@ -128,8 +173,8 @@ class BlockSpec(BaseModel):
     def move(self, transformation: Transformation, name: str, tensor: torch.Tensor) -> torch.Tensor:
         """Apply a transformation to one leg, in the working dtype if numbers change."""
         pattern = self.pattern(name)
-        rotations = tuple(e for e in transformation if isinstance(e, Rotate))
-        # Permutations and signs are exact in any dtype; only rotations need more.
-        if moves(rotations, pattern):
+        rounding = tuple(e for e in transformation if not isinstance(e, Permute | Sign))
+        # Permutations and signs are exact in any dtype; only the others need more.
+        if moves(rounding, pattern):
             tensor = tensor.to(working_dtype(tensor.dtype))
         return act(transformation, tensor, pattern, dict(self.sizes))

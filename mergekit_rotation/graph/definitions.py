@@ -7,18 +7,12 @@ with it, the models have every tensor that it demands, and it loses none that a 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from mergekit.architecture import (
     ModelArchitecture,
     ModuleArchitecture,
     ModuleDefinition,
     WeightInfo,
     arch_info_for_config,
-)
-from mergekit.architecture.conversion import (
-    _expanded_target_keys,
-    _iter_transform_matches,
-    get_checkpoint_conversion_mapping,
 )
 from mergekit.common import get_config_value
 from mergekit.config import MergeConfiguration
@@ -82,31 +76,13 @@ def _fits(stock: ModelArchitecture, names: "Names", checkpoint: Checkpoint) -> b
             tied_names=weight.tied_names,
         )
         loaded = {load.tensor, *(load.aliases or ())}
-        converted = not loaded.isdisjoint(names.conversions[checkpoint.model].targets)
+        converted = not loaded.isdisjoint(names.loadable[checkpoint.model])
         if not weight.optional and checkpoint.resolve(load) is None and not converted:
             return False
     tied = names.family.stream.tied
     moving = (t for t, declared in names.declared.items() if declared.moves and t not in tied)
     used = {name for t in moving for i in names.indices(t) for name in names.spellings(t, i)}
     return planned >= used & set(checkpoint.index.tensor_paths)
-
-
-@dataclass(frozen=True)
-class Conversions:
-    """Which names the tensors may have that a file holds in another layout."""
-
-    targets: frozenset[str]
-
-    @classmethod
-    def of(cls, checkpoint: Checkpoint) -> "Conversions":
-        """Follow what transformers renames and packs."""
-        targets: set[str] = set()
-        available = set(checkpoint.index.tensor_paths)
-        for t in get_checkpoint_conversion_mapping(checkpoint.config.model_type) or ():
-            for match in list(_iter_transform_matches(t, dict.fromkeys(available, torch.empty(0)))):
-                targets |= _expanded_target_keys(match.renamed_key, t.target_patterns)
-                available.add(match.renamed_key)
-        return cls(frozenset(targets))
 
 
 class Names:
@@ -125,7 +101,11 @@ class Names:
         self.declared: Mapping[str, Declared] = family.declared(model_class)
         self.checkpoints = checkpoints
         config = checkpoints[0].config
-        self.conversions = {c.model: Conversions.of(c) for c in checkpoints}
+        #: every name that mergekit may load a tensor of a model by, converting the file's layout
+        self.loadable = {
+            c.model: frozenset(n for name in c.index.tensor_paths for n in c.converted(name))
+            for c in checkpoints
+        }
         self.depths = {s: int(get_config_value(config, key)) for s, key in family.layers.items()}
 
     def stack(self, template: str) -> str:
@@ -155,7 +135,7 @@ class Names:
             if name in checkpoint.index.tensor_paths:
                 header = checkpoint.header(name)
                 return header is None or header[1] in FLOATING or self.declared[template].moves
-        return not self.conversions[checkpoint.model].targets.isdisjoint(names)
+        return not self.loadable[checkpoint.model].isdisjoint(names)
 
     # -- mergekit's objects -------------------------------------------------------------------
 
@@ -209,7 +189,7 @@ class Names:
                 return prefix + template
         for prefix in self.family.prefixes:
             name = prefix + template.replace(LAYER, str(index))
-            if name in self.conversions[first.model].targets:
+            if name in self.loadable[first.model]:
                 return prefix + template
         return self.family.prefixes[0] + template
 

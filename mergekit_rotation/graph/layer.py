@@ -219,6 +219,7 @@ class LayerPlan:
             "kind": block.kind,
             "patterns": tuple((key, layout.patterns[t].text) for t, key in keys.items()),
             "sizes": tuple(layout.sizes.items()),
+            "use_scale": ask("align_scale"),
         }
         if isinstance(layout, ExpertLayout):
             return BlockSpec(

@@ -23,7 +23,10 @@ SWITCHES = (
     "align_heads",
     "align_neurons",
     "align_experts",
+    "align_scale",
 )
+#: switches that are off unless they are asked for
+OFF = ("align_scale",)
 CHOICES: dict[str, tuple[str, ...]] = {"align_unsupported": ("error", "skip")}
 REFERENCE = "align_reference"
 RESIDUAL = ("none", "permutation", "orthogonal")
@@ -38,11 +41,14 @@ WHOLE = (
 )
 #: written under an input
 PER_INPUT = ("align_as", "align_task_base")
-RESERVED = ("align_scale", "align_report")
+RESERVED = ("align_report",)
 KNOWN = (*SWITCHES, *CHOICES, REFERENCE, *WHOLE, *PER_INPUT)
 
 _SPECS = {
-    **{name: ParameterSpec(name, StrictBool, ParameterScope.INPUT, True) for name in SWITCHES},
+    **{
+        name: ParameterSpec(name, StrictBool, ParameterScope.INPUT, name not in OFF)
+        for name in SWITCHES
+    },
     **{
         name: ParameterSpec(name, str, ParameterScope.INPUT, values[0])
         for name, values in CHOICES.items()

@@ -5,14 +5,19 @@ the same `Run`.
 """
 
 import glob
+import logging
 import os
 import threading
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.symmetry import Sign, Transformation
+from mergekit_rotation.symmetry import Linear, Scale, Sign, Transformation
+
+logger = logging.getLogger(__name__)
 
 _WEIGHTS = (
     "model*.safetensors",
@@ -34,10 +39,14 @@ class Record:
     layer : str
         Label of the layer in the reference.
     moved : tuple of str
-        Axes that were permuted, rotated or signed; empty if the block stayed as it was.
+        Axes that were permuted, rotated, signed or scaled; empty if the block stayed as it was.
     before, after, scale : float
         Squared Frobenius norms of reference minus other, before and after, and of the reference.
     seconds : float
+    condition : float
+        Largest condition number of what was applied.
+    scaled : bool
+        Whether the block still differs, but only by what ``align_scale`` would undo.
     """
 
     model: str
@@ -49,6 +58,8 @@ class Record:
     after: float
     scale: float
     seconds: float
+    condition: float = 1.0
+    scaled: bool = False
 
 
 @dataclass
@@ -63,9 +74,19 @@ class Run:
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def record(self, entry: Record) -> None:
-        """Add what a solve did; called from any thread."""
+        """Add what a solve did; called from any thread. Warn once per model of a scaling."""
         with self._lock:
+            first = entry.scaled and not any(
+                known.scaled for known in self.records if known.model == entry.model
+            )
             self.records.append(entry)
+        if first:
+            text = (
+                f"{entry.block} of {entry.layer} differ from the reference's only by an "
+                "invertible map that is not orthogonal; set align_scale: true to undo it"
+            )
+            self.note(entry.model, text)
+            logger.warning("%s: %s", entry.model, text)
 
     def note(self, model: str, text: str) -> None:
         """Add a remark on a model to the summary."""
@@ -124,7 +145,20 @@ class Run:
 
 def moved_axes(transformation: Transformation) -> tuple[str, ...]:
     """Name the axes that a transformation moves, as `Record.moved` has them."""
-    return tuple(("~" if isinstance(e, Sign) else "") + e.axis for e in transformation)
+    marks = {Sign: "~", Linear: "^", Scale: "^"}
+    return tuple(marks.get(type(e), "") + e.axis for e in transformation)
+
+
+def condition(transformation: Transformation) -> float:
+    """Return the largest condition number of the maps of a transformation."""
+    result = 1.0
+    for element in transformation:
+        if isinstance(element, Linear):
+            norms = [torch.linalg.matrix_norm(x, 2) for x in (element.matrix, element.dual)]
+            result = max(result, float((norms[0] * norms[1]).max()))
+        elif isinstance(element, Scale):
+            result = max(result, float(element.factor.max() / element.factor.min()))
+    return result
 
 
 _WORDS = {
@@ -135,6 +169,9 @@ _WORDS = {
     "x": "experts reordered",
     "f": "neurons reordered",
     "~f": "neurons sign-flipped",
+    "^qk": "queries and keys scaled",
+    "^vo": "values and outputs scaled",
+    "^f": "neurons scaled",
 }
 
 
@@ -143,7 +180,11 @@ def _describe(records: list[Record]) -> str:
     count = Counter(axis for record in records for axis in record.moved)
     if not count:
         return "nothing had to move"
-    return ", ".join(f"{_WORDS[axis]} in {count[axis]}/{layers}" for axis in _WORDS if count[axis])
+    words = [f"{_WORDS[axis]} in {count[axis]}/{layers}" for axis in _WORDS if count[axis]]
+    largest = max(record.condition for record in records)
+    if largest > 1:
+        words.append(f"condition numbers up to {largest:.3g}")
+    return ", ".join(words)
 
 
 _current = Run()

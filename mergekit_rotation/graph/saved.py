@@ -18,11 +18,13 @@ from mergekit_rotation.graph.moving import Fingerprints, fingerprint
 from mergekit_rotation.graph.reading import ModelTensors
 from mergekit_rotation.symmetry import (
     Element,
+    Linear,
     ModelTransformation,
     Norm,
     OrthogonalMap,
     Permute,
     Rotate,
+    Scale,
     Sign,
     SignedPermutation,
     StreamMap,
@@ -222,6 +224,11 @@ def flatten(transformation: ModelTransformation) -> dict[str, torch.Tensor]:
                 result[f"{key}/permute/{element.axis}/{element.per or ''}"] = element.index
             elif isinstance(element, Rotate):
                 result[f"{key}/rotate/{element.axis}/{element.per}"] = element.matrix
+            elif isinstance(element, Linear):
+                both = torch.stack([element.matrix, element.dual])
+                result[f"{key}/linear/{element.axis}/{element.per}"] = both
+            elif isinstance(element, Scale):
+                result[f"{key}/scale/{element.axis}/{element.per or ''}"] = element.factor
             else:
                 result[f"{key}/sign/{element.axis}/{element.per or ''}"] = element.sign
     return result
@@ -252,4 +259,8 @@ def unflatten(data: Mapping[str, torch.Tensor]) -> ModelTransformation:
 def _element(kind: str, axis: str, per: str, x: torch.Tensor) -> Element:
     if kind == "permute":
         return Permute(axis, x, per or None)
+    if kind == "linear":
+        return Linear(axis, x[0], x[1], per)
+    if kind == "scale":
+        return Scale(axis, x, per or None)
     return Rotate(axis, x, per) if kind == "rotate" else Sign(axis, x, per or None)

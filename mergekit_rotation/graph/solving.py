@@ -258,6 +258,8 @@ class ModelSolver:
                     after=after,
                     scale=scale,
                     seconds=time.perf_counter() - start,
+                    condition=run.condition(transformation),
+                    scaled=spec.scaled_apart(goal, inside, after, scale),
                 )
             )
 

@@ -104,6 +104,8 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             after=after,
             scale=scale,
             seconds=time.perf_counter() - start,
+            condition=run.condition(transformation),
+            scaled=not same and self.spec.scaled_apart(reference, other, after, scale),
         )
         run.current().record(record)
         return moved

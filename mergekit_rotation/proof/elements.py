@@ -9,12 +9,17 @@ from mergekit_rotation.architecture import LAYER, Block, Family
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.symmetry import (
     AttentionLayout,
+    DirectSum,
     ExpertLayout,
     Group,
+    Linear,
+    Orthogonal,
     Pattern,
     PatternError,
     Permute,
+    PlaneRotations,
     Rotate,
+    Scale,
     Sign,
     Transformation,
     act,
@@ -79,6 +84,54 @@ def element(
 def layer_count(config: Any) -> int:
     """Return the number of layers of a model's text part."""
     return int(config.get_text_config().num_hidden_layers)
+
+
+def invertible(
+    group: Group, batch: int, generator: torch.Generator, condition: float
+) -> torch.Tensor:
+    """Draw invertible matrices that may act where a group does, (batch, n, n), float64."""
+    if isinstance(group, DirectSum):
+        parts = [invertible(block, batch, generator, condition) for block in group.blocks]
+        return torch.stack([torch.block_diag(*one) for one in zip(*parts, strict=True)])
+    matrix = group.sample(batch, generator)
+    if isinstance(group, Orthogonal):
+        values = condition ** torch.linspace(-0.5, 0.5, group.n, dtype=torch.float64)
+        return matrix * values @ group.sample(batch, generator)
+    if isinstance(group, PlaneRotations):
+        exponent = torch.rand(batch, len(group.pairs), generator=generator, dtype=torch.float64)
+        scale = torch.ones(batch, group.n, dtype=torch.float64)
+        for k, pair in enumerate(group.pairs):
+            scale[:, list(pair)] = condition ** (exponent[:, k, None] - 0.5)
+        return scale[:, :, None] * matrix
+    return matrix
+
+
+def scaling(
+    block: Block,
+    seed: int,
+    parts: Collection[str] = ("qk", "vo", "f"),
+    group: Group | None = None,
+    condition: float = 4.0,
+) -> Transformation:
+    """Draw a random element of the scalings that a block declares; `group` for queries."""
+    generator = torch.Generator().manual_seed(200 + seed)
+    sizes, layout = block.layout.sizes, block.layout
+    powers = {axis for p in layout.patterns.values() for one in p.powers for axis in one}
+    if isinstance(layout, AttentionLayout):
+        groups = {"qk": group or layout.query_key, "vo": layout.value_output}
+        result = []
+        for axis in sorted(powers & {*parts}):
+            if axis == "qk" and not layout.query_key.cells and group is None:
+                continue
+            matrix = invertible(groups[axis], sizes["kv"], generator, condition)
+            result.append(Linear(axis, matrix, torch.linalg.inv(matrix).mT, "kv"))
+        return tuple(result)
+    if "f" not in powers & {*parts}:
+        return ()
+    per = "x" if isinstance(layout, ExpertLayout) else None
+    shape = (sizes["f"],) if per is None else (sizes["x"], sizes["f"])
+    exponent = torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5
+    return (Scale("f", condition**exponent, per),)
 
 
 def stored(family: Family, template: str, index: int, state: Mapping[str, torch.Tensor]) -> str:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from mergekit_rotation.proof.elements import (
     legs,
     moved,
     present,
+    scaling,
     stored,
 )
 from mergekit_rotation.proof.errors import ProofError
@@ -92,11 +93,26 @@ def tolerance(family: Family, config: Any, outputs: torch.Tensor, maps: int = 1)
     return ROUNDINGS * n * torch.finfo(torch.float64).eps * float(outputs.abs().max())
 
 
-def scrambled(model: PreTrainedModel, family: Family, seed: int) -> State:
-    """Return a twin of a model: tensors in its dtypes, moved in float64, by its own names."""
+def scrambled(
+    model: PreTrainedModel, family: Family, seed: int, condition: float | None = None
+) -> State:
+    """Return a twin of a model: tensors in its dtypes, moved in float64, by its own names.
+
+    Parameters
+    ----------
+    model : PreTrainedModel
+    family : Family
+    seed : int
+    condition : float, optional
+        Of the invertible matrices that are applied to the heads as well, and the ratio of the
+        largest factor of a neuron to the smallest; without it nothing is scaled.
+    """
     names, state = names_in_memory(model, family), model.state_dict()
-    exact = {declared: _exact(state[name]) for declared, name in names.items()}
-    twin = moved(exact, model.config, family, lambda b, k: element(b, 1000 * seed + k))
+    twin = {declared: _exact(state[name]) for declared, name in names.items()}
+    twin = moved(twin, model.config, family, lambda b, k: element(b, 1000 * seed + k))
+    if condition is not None:
+        draw = partial(scaling, condition=condition)
+        twin = moved(twin, model.config, family, lambda b, k: draw(b, 1000 * seed + k))
     return {name: twin[d].to(state[name].dtype).contiguous() for d, name in names.items()}
 
 

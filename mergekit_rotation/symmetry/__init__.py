@@ -14,8 +14,10 @@ so aligning means: accumulate the cross-Gram matrix M and project it onto G.
 
 from mergekit_rotation.symmetry.action import (
     Element,
+    Linear,
     Permute,
     Rotate,
+    Scale,
     Sign,
     Transformation,
     act,
@@ -42,6 +44,12 @@ from mergekit_rotation.symmetry.groups import (
 from mergekit_rotation.symmetry.neurons import NeuronLayout, solve_neurons
 from mergekit_rotation.symmetry.norms import Norm, target_norm
 from mergekit_rotation.symmetry.precision import all_finite, full_precision, working_dtype
+from mergekit_rotation.symmetry.scaling import (
+    best_scale,
+    same_products,
+    solve_scaled_attention,
+    solve_scaled_neurons,
+)
 from mergekit_rotation.symmetry.stream import (
     STREAM_AXES,
     OrthogonalMap,
@@ -77,12 +85,18 @@ __all__ = [
     "OrthogonalMap",
     "Pattern",
     "PatternError",
+    "Linear",
     "Permute",
     "Piece",
     "PlaneRotations",
     "PlaneSigns",
     "Signs",
     "Rotate",
+    "Scale",
+    "best_scale",
+    "same_products",
+    "solve_scaled_attention",
+    "solve_scaled_neurons",
     "Sign",
     "SignedPermutation",
     "StreamLayout",

@@ -1,7 +1,7 @@
 """How an element of a symmetry group acts on stored tensors."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,12 +30,12 @@ class Permute:
         x = piece.tensor
         index = self.index.to(x.device)
         if self.per is None:
-            return Piece(piece.axes, x.index_select(dim, index))
+            return replace(piece, tensor=x.index_select(dim, index))
         per = piece.dim(self.per)
         assert per is not None
         front = x.movedim((per, dim), (0, 1))
         rows = torch.arange(front.shape[0], device=x.device)[:, None]
-        return Piece(piece.axes, front[rows, index].movedim((0, 1), (per, dim)))
+        return replace(piece, tensor=front[rows, index].movedim((0, 1), (per, dim)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,13 +53,31 @@ class Rotate:
         dim, per = piece.dim(self.axis), piece.dim(self.per)
         if dim is None or per is None:
             return piece
-        matrix = self.matrix.to(device=piece.tensor.device, dtype=piece.tensor.dtype)
-        # Letters: p = per, y = rotated axis in, x = rotated axis out, the rest by position.
-        source = [chr(ord("A") + k) for k in range(len(piece.axes))]
-        source[per], source[dim] = "p", "y"
-        target = ["x" if letter == "y" else letter for letter in source]
-        rule = f"pxy,{''.join(source)}->{''.join(target)}"
-        return Piece(piece.axes, torch.einsum(rule, matrix, piece.tensor))
+        return replace(piece, tensor=_along(piece.tensor, dim, per, self.matrix))
+
+
+@dataclass(frozen=True, eq=False)
+class Linear:
+    """Multiply the legs ``axis^1`` by an invertible matrix A, and ``axis^-1`` by A^-T.
+
+    ``matrix`` holds A and ``dual`` its inverse transposed, (per, d, d) each, so that nothing is
+    inverted when the element is applied or undone.
+    """
+
+    axis: str
+    matrix: torch.Tensor
+    dual: torch.Tensor
+    per: str
+
+    def inverse(self) -> "Linear":
+        return Linear(self.axis, self.dual.mT, self.matrix.mT, self.per)
+
+    def __call__(self, piece: Piece) -> Piece:
+        power, dim, per = piece.powers.get(self.axis), piece.dim(self.axis), piece.dim(self.per)
+        if power is None or dim is None or per is None:
+            return piece
+        matrix = self.matrix if power > 0 else self.dual
+        return replace(piece, tensor=_along(piece.tensor, dim, per, matrix))
 
 
 @dataclass(frozen=True, eq=False)
@@ -79,19 +97,55 @@ class Sign:
     def __call__(self, piece: Piece) -> Piece:
         if "~" + self.axis not in piece.axes:
             return piece
-        dim = piece.axes.index("~" + self.axis)
-        sign = self.sign.to(device=piece.tensor.device, dtype=piece.tensor.dtype)
-        if self.per is not None:
-            per = piece.dim(self.per)
-            assert per is not None
-            sign = sign if per < dim else sign.mT
-            shape = [n if k in (per, dim) else 1 for k, n in enumerate(piece.tensor.shape)]
-        else:
-            shape = [-1 if k == dim else 1 for k in range(len(piece.axes))]
-        return Piece(piece.axes, piece.tensor * sign.reshape(shape))
+        return replace(piece, tensor=_entrywise(piece, self.axis, self.per, self.sign))
 
 
-Element = Permute | Rotate | Sign
+@dataclass(frozen=True, eq=False)
+class Scale:
+    """Multiply the legs ``axis^k`` by the k-th power of positive factors.
+
+    ``factor`` has shape (n,), or (per, n) when it differs for each entry of the axis ``per``.
+    """
+
+    axis: str
+    factor: torch.Tensor
+    per: str | None = None
+
+    def inverse(self) -> "Scale":
+        return Scale(self.axis, 1 / self.factor, self.per)
+
+    def __call__(self, piece: Piece) -> Piece:
+        power = piece.powers.get(self.axis)
+        if power is None:
+            return piece
+        return replace(piece, tensor=_entrywise(piece, self.axis, self.per, self.factor**power))
+
+
+def _along(x: torch.Tensor, dim: int, per: int, matrix: torch.Tensor) -> torch.Tensor:
+    """Multiply one dimension by a matrix for each entry of another."""
+    # Letters: p = per, y = dimension in, x = dimension out, the rest by position.
+    source = [chr(ord("A") + k) for k in range(x.dim())]
+    source[per], source[dim] = "p", "y"
+    target = ["x" if letter == "y" else letter for letter in source]
+    rule = f"pxy,{''.join(source)}->{''.join(target)}"
+    return torch.einsum(rule, matrix.to(device=x.device, dtype=x.dtype), x)
+
+
+def _entrywise(piece: Piece, axis: str, per: str | None, factor: torch.Tensor) -> torch.Tensor:
+    """Multiply an axis entry by entry, differently for each entry of ``per`` if that is given."""
+    dim, x = piece.dim(axis), piece.tensor
+    assert dim is not None
+    if per is None:
+        shape = [-1 if k == dim else 1 for k in range(x.dim())]
+    else:
+        other = piece.dim(per)
+        assert other is not None
+        factor = factor if other < dim else factor.mT
+        shape = [n if k in (other, dim) else 1 for k, n in enumerate(x.shape)]
+    return x * factor.to(device=x.device, dtype=x.dtype).reshape(shape)
+
+
+Element = Permute | Rotate | Linear | Sign | Scale
 
 #: Elements in the order in which they are applied; composition is concatenation.
 Transformation = tuple[Element, ...]
@@ -104,10 +158,15 @@ def inverse(transformation: Transformation) -> Transformation:
 
 def moves(transformation: Transformation, pattern: Pattern) -> bool:
     """Tell whether a transformation touches a tensor of this pattern at all."""
-    return any(
-        pattern.signed(element.axis) if isinstance(element, Sign) else element.axis in pattern.axes
-        for element in transformation
-    )
+    return any(_moves(element, pattern) for element in transformation)
+
+
+def _moves(element: Element, pattern: Pattern) -> bool:
+    if isinstance(element, Sign):
+        return pattern.signed(element.axis)
+    if isinstance(element, Linear | Scale):
+        return any(element.axis in powers for powers in pattern.powers)
+    return element.axis in pattern.axes
 
 
 def act(
@@ -119,7 +178,7 @@ def act(
     """Apply a transformation to one stored tensor.
 
     For orthogonal groups the covariant and the contravariant action coincide, so every leg of an
-    axis is multiplied by the same matrix: there is no distinction of inputs and outputs.
+    axis is multiplied by the same matrix; for others the exponent of the leg tells them apart.
     The function is pure and differentiable in the tensor and in the matrices.
 
     Parameters

@@ -8,12 +8,15 @@ A pattern names, for each dimension of a tensor, the axes whose product it is (r
     [f | ~f] e                             fused gate and up projection
 
 ``[a | b]`` is a concatenation. ``~f`` is the axis ``f`` on a leg that also takes the sign of a
-signed permutation of ``f``; plain ``f`` takes the permutation alone.
+signed permutation of ``f``; plain ``f`` takes the permutation alone. ``qk^1`` and ``qk^-1`` are
+legs that an invertible map A of the axis ``qk`` multiplies by A and by its inverse transposed;
+``f^1``, ``f^-1`` and ``f^-2`` are legs that a positive factor per neuron multiplies by that power
+of itself. A leg without an exponent is left alone by such maps.
 """
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache
 from math import prod
 
@@ -21,7 +24,7 @@ import torch
 
 from mergekit_rotation.symmetry.errors import PatternError
 
-_TOKEN = re.compile(r"\s*(~?[a-z][a-z0-9_]*|[()\[\]|])")
+_TOKEN = re.compile(r"\s*(~?[a-z][a-z0-9_]*(?:\^-?[1-9])?|[()\[\]|])")
 
 Names = tuple[str, ...]
 
@@ -38,10 +41,11 @@ Factor = str | Concat
 
 @dataclass(frozen=True)
 class Piece:
-    """A view of (a part of) a tensor with one named axis per dimension."""
+    """A view of (a part of) a tensor with one named axis per dimension, and their exponents."""
 
     axes: Names
     tensor: torch.Tensor
+    powers: Mapping[str, int] = field(default_factory=dict)
 
     def dim(self, axis: str) -> int | None:
         """Return the dimension that carries ``axis`` (signed or not), or None."""
@@ -52,8 +56,13 @@ class Piece:
 
 
 def base_axis(name: str) -> str:
-    """Return the axis name without its sign mark."""
-    return name.removeprefix("~")
+    """Return the axis name without its sign mark and its exponent."""
+    return unscaled(name).removeprefix("~")
+
+
+def unscaled(name: str) -> str:
+    """Return the axis name without its exponent."""
+    return name.partition("^")[0]
 
 
 @dataclass(frozen=True)
@@ -95,6 +104,19 @@ class Pattern:
     @property
     def pieces(self) -> list[Names]:
         """Names of the axes of each piece, sign marks included, as `split` gives them."""
+        return [tuple(map(unscaled, names)) for names in self._marked]
+
+    @property
+    def powers(self) -> list[dict[str, int]]:
+        """Exponents of the axes of each piece that have one, by axis."""
+        return [
+            {base_axis(name): int(name.partition("^")[2]) for name in names if "^" in name}
+            for names in self._marked
+        ]
+
+    @property
+    def _marked(self) -> list[Names]:
+        """Names of the axes of each piece as they are written."""
         factors = [factor for dim in self.dims for factor in dim]
         lengths = [len(f.parts) for f in factors if isinstance(f, Concat)]
         return [
@@ -141,8 +163,11 @@ class Pattern:
         full = tensor.reshape([_extent(factor, sizes) for factor in factors])
         for position, factor in enumerate(factors):
             if isinstance(factor, Concat):
-                return _split_at(full, factors, position, factor, sizes)
-        return [Piece(tuple(str(f) for f in factors), full)]
+                views = _split_at(full, position, factor, sizes)
+                break
+        else:
+            views = [full]
+        return [Piece(*one) for one in zip(self.pieces, views, self.powers, strict=True)]
 
     def join(self, pieces: Sequence[torch.Tensor], sizes: Mapping[str, int]) -> torch.Tensor:
         """Undo `split`: put tensors shaped like its pieces together again."""
@@ -165,20 +190,11 @@ def _extent(factor: Factor, sizes: Mapping[str, int]) -> int:
 
 
 def _split_at(
-    full: torch.Tensor,
-    factors: Sequence[Factor],
-    position: int,
-    concat: Concat,
-    sizes: Mapping[str, int],
-) -> list[Piece]:
-    before = tuple(str(f) for f in factors[:position])
-    after = tuple(str(f) for f in factors[position + 1 :])
+    full: torch.Tensor, position: int, concat: Concat, sizes: Mapping[str, int]
+) -> list[torch.Tensor]:
     extents = [[sizes[base_axis(name)] for name in part] for part in concat.parts]
     views = full.split([prod(extent) for extent in extents], dim=position)
-    return [
-        Piece(before + part + after, view.unflatten(position, extent))
-        for view, part, extent in zip(views, concat.parts, extents, strict=True)
-    ]
+    return [view.unflatten(position, extent) for view, extent in zip(views, extents, strict=True)]
 
 
 class _Parser:

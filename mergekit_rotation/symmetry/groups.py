@@ -7,6 +7,7 @@ regard to how they are rotated. Everything is batched over leading dimensions.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 import torch
@@ -37,10 +38,24 @@ def rotary_pairs(dims: int, pairing: Pairing) -> tuple[tuple[int, int], ...]:
     return tuple((2 * i, 2 * i + 1) for i in range(half))
 
 
+#: Largest condition number of a map that is not orthogonal, and of what it balances: float32
+#: numbers (2^-24) that pass through it keep half of their digits.
+MAX_CONDITION = 2.0**12
+
+
 class Group(ABC):
-    """A compact group of orthogonal matrices on R^n."""
+    """A compact group of orthogonal matrices on R^n, and the larger one of invertible matrices.
+
+    Where a leg and its dual may be multiplied by A and A^-T, A may be any invertible matrix with
+    the same commutation properties: for O(n) all of GL(n), for phases complex numbers, for signs
+    (which norms of queries and keys leave) nothing more.
+    """
 
     n: int
+    #: dimensions that a common positive factor may multiply, for each factor
+    cells: tuple[tuple[int, ...], ...] = ()
+    #: by how many dimensions the group of invertible matrices is larger
+    stretches: int = 0
     #: whether its elements move numbers without rounding them (signs)
     exact: bool = False
 
@@ -75,6 +90,31 @@ class Group(ABC):
         """Return a subadditive upper bound of `value` that is cheap to compute."""
         return self.value(gram)
 
+    def balance(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return the map that makes two factors equally large.
+
+        Parameters
+        ----------
+        s, t : Tensor, shape (..., n, n)
+            Gram matrices of the legs that A multiplies, and of those that A^-T multiplies.
+
+        Returns
+        -------
+        Tensor, shape (..., n, n)
+            The positive A with A S A^T = A^-T T A^-1 (of its traces, where A is a scale); the
+            identity where the group allows for none, and where S, T or A is so ill-conditioned
+            that A is not determined (`MAX_CONDITION`).
+        """
+        eye = torch.eye(self.n, dtype=s.dtype, device=s.device)
+        return eye.expand(s.shape)
+
+    def invariants(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return what no map (A, A^-T) changes of factors with Gram matrices S and T, (..., k).
+
+        These are sizes of the product: its singular values where A may be any matrix.
+        """
+        return s.new_zeros(*s.shape[:-2], 0)
+
     @abstractmethod
     def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         """Draw random elements, shape (batch, n, n), float64."""
@@ -82,6 +122,19 @@ class Group(ABC):
     @abstractmethod
     def contains(self, g: torch.Tensor, atol: float) -> bool:
         """Tell whether all matrices g of shape (..., n, n) belong to the group."""
+
+
+def _conditioned(values: torch.Tensor) -> torch.Tensor:
+    """Tell whether positive matrices with these eigenvalues have well-conditioned square roots."""
+    result: torch.Tensor = values[..., 0] * MAX_CONDITION**2 >= values[..., -1]
+    return result & (values[..., -1] > 0)
+
+
+def _power(x: torch.Tensor, exponent: float) -> torch.Tensor:
+    """Power of symmetric positive definite matrices."""
+    values, vectors = torch.linalg.eigh(x)
+    result: torch.Tensor = (vectors * values[..., None, :] ** exponent) @ vectors.mT
+    return result
 
 
 def inner(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -132,6 +185,41 @@ class Orthogonal(Group):
     @property
     def freedom(self) -> int:
         return self.n * (self.n - 1) // 2
+
+    @property
+    def cells(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]
+        return (tuple(range(self.n)),)
+
+    @property
+    def stretches(self) -> int:  # type: ignore[override]
+        return self.n * (self.n + 1) // 2
+
+    def invariants(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        with single_thread(s.device, if_size=self.n):
+            values, vectors = torch.linalg.eigh(s)
+            root = vectors * values.clamp(min=0)[..., None, :] ** 0.5
+            values = torch.linalg.eigvalsh(root.mT @ t @ root)
+        result: torch.Tensor = values.clamp(min=0).sqrt()
+        return result
+
+    def balance(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        """Return A = M^(1/2), M = S^-1 # T = S^(-1/2) (S^(1/2) T S^(1/2))^(1/2) S^(-1/2).
+
+        References
+        ----------
+        Bhatia, "Positive Definite Matrices", 2007, chapter 4 (the geometric mean solves
+        M S M = T).
+        """
+        eye = torch.eye(self.n, dtype=s.dtype, device=s.device).expand(s.shape)
+        with single_thread(s.device, if_size=self.n):
+            sound = _conditioned(torch.linalg.eigvalsh(s)) & _conditioned(torch.linalg.eigvalsh(t))
+            s, t = (torch.where(sound[..., None, None], x, eye) for x in (s, t))
+            root, inverse = _power(s, 0.5), _power(s, -0.5)
+            mean = inverse @ _power(root @ t @ root, 0.5) @ inverse
+            mean = (mean + mean.mT) / 2
+            sound = sound & _conditioned(torch.linalg.eigvalsh(mean))
+            mean = torch.where(sound[..., None, None], mean, eye)
+            return _power(mean, 0.5)
 
     def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         with single_thread(gram.device, if_size=self.n):
@@ -243,6 +331,25 @@ class PlaneRotations(_Planes):
     def freedom(self) -> int:
         return len(self.pairs)
 
+    @property
+    def cells(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]
+        return self.pairs
+
+    @property
+    def stretches(self) -> int:  # type: ignore[override]
+        return len(self.pairs)
+
+    def invariants(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        return (self._overlap(s)[0] * self._overlap(t)[0]).sqrt()
+
+    def balance(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        size, dual = self._overlap(s)[0], self._overlap(t)[0]
+        sound = (size > 0) & (dual > 0)
+        one = torch.ones_like(size)
+        scale = (torch.where(sound, dual, one) / torch.where(sound, size, one)) ** 0.25
+        sound = scale.amax(-1, keepdim=True) <= MAX_CONDITION * scale.amin(-1, keepdim=True)
+        return self._matrix(torch.where(sound, scale, one), torch.zeros_like(scale))
+
     def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         real, imag = self._overlap(gram)
         modulus = torch.hypot(real, imag)
@@ -327,6 +434,27 @@ class DirectSum(Group):
     @property
     def freedom(self) -> int:
         return sum(block.freedom for block in self.blocks)
+
+    @property
+    def cells(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]
+        starts = accumulate((block.n for block in self.blocks), initial=0)
+        return tuple(
+            tuple(start + k for k in cell)
+            for start, block in zip(starts, self.blocks, strict=False)
+            for cell in block.cells
+        )
+
+    @property
+    def stretches(self) -> int:  # type: ignore[override]
+        return sum(block.stretches for block in self.blocks)
+
+    def invariants(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self._ranges(s), self._ranges(t), strict=True)
+        return torch.cat([block.invariants(a, b) for (block, a), (_, b) in pairs], dim=-1)
+
+    def balance(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        pairs = zip(self._ranges(s), self._ranges(t), strict=True)
+        return self._assemble([block.balance(a, b) for (block, a), (_, b) in pairs])
 
     def _ranges(self, gram: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
         parts, start = [], 0

@@ -4,6 +4,7 @@ The families are found by listing the data files. Random elements act on a tiny 
 float64; each leg that is forgotten, and each group that is too large, has to change the outputs.
 """
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -13,6 +14,7 @@ import tiny
 from mergekit_rotation.architecture import Family, LayoutError, all_families, find_family
 from mergekit_rotation.architecture.sizes import evaluate
 from mergekit_rotation.proof import PARTS, Subject, element
+from mergekit_rotation.proof.elements import scaling
 from mergekit_rotation.symmetry import (
     AttentionLayout,
     ExpertLayout,
@@ -20,7 +22,9 @@ from mergekit_rotation.symmetry import (
     Permute,
     PlaneRotations,
     PlaneSigns,
+    Scale,
     act,
+    moves,
     rotary_pairs,
 )
 
@@ -78,6 +82,57 @@ def test_every_tensor_is_declared_where_the_stream_stays(model):
 def test_random_elements_leave_the_function_unchanged(model, parts):
     state = model.moved(lambda block, index: element(block, index, parts))
     assert model.difference(state) <= model.tolerance()
+
+
+def test_random_scalings_leave_the_function_unchanged(model):
+    """Numbers are multiplied by up to 2 and then by as little as 1/2, in up to three factors."""
+    assert model.difference(model.moved(scaling)) <= 8 * model.tolerance()
+
+
+def test_each_forgotten_scaled_leg_changes_the_function(model):
+    legs = {}
+    for index in range(tiny.LAYERS):
+        for block in model.blocks(index):
+            for template, (_, pattern) in model.legs(block, index).items():
+                if moves(scaling(block, index), pattern):
+                    legs.setdefault(template, []).append(block)
+    for template, blocks in legs.items():
+        change = model.difference(model.moved(scaling, forget=template))
+        if all(is_key_bias_without_rotary(block, template) for block in blocks):
+            assert change <= 8 * model.tolerance(), "softmax does not see a shift of all keys"
+        else:
+            assert change > 1e6 * model.tolerance(), template
+
+
+def test_scalings_that_are_not_declared_change_the_function(model):
+    """A map per dimension of rotary heads, and a factor of neurons that have none."""
+    for index in range(tiny.LAYERS):
+        for block in model.blocks(index):
+            if scaling(block, index, ("qk",)):
+                group = block.layout.query_key
+                if isinstance(group, Orthogonal):
+                    continue
+                state = model.moved(
+                    lambda b, k, i=index: (
+                        scaling(b, k, ("qk",), Orthogonal(b.layout.sizes["qk"])) if k == i else ()
+                    )
+                )
+                assert model.difference(state) > 1e6 * model.tolerance()
+            if block.kind == "neurons" and not scaling(block, index):
+                one = block.layout.patterns
+                up = next(iter(one))
+                factor = torch.linspace(0.5, 2, block.layout.sizes["f"], dtype=torch.float64)
+                state = dict(model.state)
+                for template, (name, pattern) in model.legs(block, index).items():
+                    down = not template.endswith("bias") and template != up
+                    marked = re.sub(r"\bf\b", "f^-1" if down else "f^1", pattern.text)
+                    state[name] = act(
+                        (Scale("f", factor),),
+                        state[name],
+                        pattern.parse(marked),
+                        block.layout.sizes,
+                    )
+                assert model.difference(state) > 1e6 * model.tolerance()
 
 
 def test_each_forgotten_leg_changes_the_function(model):
