@@ -153,7 +153,7 @@ class BlockSpec(BaseModel):
         patterns = {name: Pattern.parse(text) for name, text in self.patterns}
         sizes = dict(self.sizes)
         eps = max(torch.finfo(x.dtype).eps for x in (*reference.values(), *other.values()))
-        n = max(sizes["qk"], sizes["vo"])
+        n = max(sizes.get("qk", 1), sizes.get("vo", 1))
         if after <= (8 * eps) ** 2 * n * scale:
             return False
         if self.expert_groups:
