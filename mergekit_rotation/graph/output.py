@@ -96,8 +96,8 @@ class Output:
         """
         if self.module not in ("", module_name):
             raise RotationError(
-                "models of several modules cannot be aligned as a whole; remove align_residual, "
-                "align_save and align_load"
+                "models of several modules cannot be aligned as a whole; set align_residual: none, "
+                "and remove align_save and align_load"
             )
         self.module = module_name
         base = reader.base_model

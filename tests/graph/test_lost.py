@@ -17,7 +17,9 @@ import tiny
 from mergekit_rotation.architecture import grouped
 from merging import changed_copy, config, merged, weights
 
-MERGEABLE = sorted(name for name, case in tiny.FAMILIES.items() if case.mergeable)
+#: mergekit asks Gemma 3 for the names of an older vision tower, which a tiny model has twice
+TWICE = {"gemma3_vl"}
+MERGEABLE = sorted(n for n, case in tiny.FAMILIES.items() if case.mergeable and n not in TWICE)
 BIASED = [name for name in MERGEABLE if tiny.FAMILIES[name].biases]
 
 

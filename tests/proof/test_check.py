@@ -13,7 +13,8 @@ from mergekit_rotation.cli import main
 from mergekit_rotation.proof import check_family, models
 
 DATA = {family.family: family for family in all_families()}
-RUN = sorted({case.family for case in tiny.FAMILIES.values()})
+#: one of every kind; `test_families` proves all of them
+RUN = ["bert", "cohere2", "falcon_alibi", "gemma3", "gpt2", "llama", "mixtral", "phi"]
 FOLDER = files("mergekit_rotation.architecture") / "data"
 
 
