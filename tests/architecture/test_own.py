@@ -83,7 +83,7 @@ def stream(**changes):
         ("{", "Invalid JSON"),
         (without("family"), "family: Field required"),
         ({**json.loads(LLAMA), "attension": {}}, "attension: Extra inputs are not permitted"),
-        (attention(value_output={"group": "O"}), "attention.value_output.group: Input should be"),
+        (attention(value_output={"group": "O"}), "attention.0.value_output.group: Input should be"),
         (attention(tensors={"q": "(kv g qk"}), "cannot read axis pattern"),
         (attention(tensors={"q": "(kv h qk) ~e"}), "q: sizes of axes ['h'] are missing"),
         (stream(tensors={"x": "v ~e ~e"}), "names an axis twice"),
