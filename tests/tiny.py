@@ -265,6 +265,7 @@ _DEBERTA_V3 = _DEBERTA | {
     "norm_rel_ebd": "layer_norm",
     "share_att_key": True,
 }
+_ELECTRA = _BERT | {"embedding_size": 40}
 _VIT = {
     "hidden_size": HIDDEN,
     "intermediate_size": INTERMEDIATE,
@@ -316,6 +317,22 @@ def _case(family: str, model: str, config: str, entries: Mapping[str, Any], **mo
     return Case(
         family, getattr(transformers, model), getattr(transformers, config), entries, **more
     )
+
+
+def _heads(family: str, prefix: str, entries: Mapping[str, Any]) -> dict[str, Case]:
+    """The bare encoder and its usual heads, of which mergekit knows none."""
+    heads = {
+        "": ("Model", {}),
+        "-masked-lm": ("ForMaskedLM", {}),
+        "-sequence-classification": ("ForSequenceClassification", _LABELS),
+        "-token-classification": ("ForTokenClassification", _LABELS),
+    }
+    return {
+        family + name: _case(
+            family, prefix + head, prefix + "Config", entries | more, mergeable=False
+        )
+        for name, (head, more) in heads.items()
+    }
 
 
 FAMILIES: dict[str, Case] = {
@@ -708,88 +725,18 @@ FAMILIES: dict[str, Case] = {
     "camembert-masked-lm": _case(
         "roberta", "CamembertForMaskedLM", "CamembertConfig", _ROBERTA, mergeable=False
     ),
-    "deberta": _case("deberta", "DebertaModel", "DebertaConfig", _DEBERTA, mergeable=False),
-    "deberta-masked-lm": _case(
-        "deberta", "DebertaForMaskedLM", "DebertaConfig", _DEBERTA, mergeable=False
-    ),
-    "deberta-sequence-classification": _case(
-        "deberta",
-        "DebertaForSequenceClassification",
-        "DebertaConfig",
-        _DEBERTA | _LABELS,
-        mergeable=False,
-    ),
-    "deberta-token-classification": _case(
-        "deberta",
-        "DebertaForTokenClassification",
-        "DebertaConfig",
-        _DEBERTA | _LABELS,
-        mergeable=False,
-    ),
-    "deberta_v2": _case(
-        "deberta_v2", "DebertaV2Model", "DebertaV2Config", _DEBERTA, mergeable=False
-    ),
-    "deberta_v2-masked-lm": _case(
-        "deberta_v2", "DebertaV2ForMaskedLM", "DebertaV2Config", _DEBERTA, mergeable=False
-    ),
-    "deberta_v2-sequence-classification": _case(
-        "deberta_v2",
-        "DebertaV2ForSequenceClassification",
-        "DebertaV2Config",
-        _DEBERTA | _LABELS,
-        mergeable=False,
-    ),
-    "deberta_v2-token-classification": _case(
-        "deberta_v2",
-        "DebertaV2ForTokenClassification",
-        "DebertaV2Config",
-        _DEBERTA | _LABELS,
-        mergeable=False,
-    ),
-    "mpnet": _case("mpnet", "MPNetModel", "MPNetConfig", _ROBERTA, mergeable=False),
-    "mpnet-masked-lm": _case("mpnet", "MPNetForMaskedLM", "MPNetConfig", _ROBERTA, mergeable=False),
-    "mpnet-sequence-classification": _case(
-        "mpnet",
-        "MPNetForSequenceClassification",
-        "MPNetConfig",
-        _ROBERTA | _LABELS,
-        mergeable=False,
-    ),
-    "mpnet-token-classification": _case(
-        "mpnet", "MPNetForTokenClassification", "MPNetConfig", _ROBERTA | _LABELS, mergeable=False
-    ),
+    **_heads("deberta", "Deberta", _DEBERTA),
+    **_heads("deberta_v2", "DebertaV2", _DEBERTA),
+    **_heads("mpnet", "MPNet", _ROBERTA),
     "deberta_v3-masked-lm": _case(
         "deberta_v2", "DebertaV2ForMaskedLM", "DebertaV2Config", _DEBERTA_V3, mergeable=False
     ),
-    "electra": _case(
-        "electra", "ElectraModel", "ElectraConfig", _BERT | {"embedding_size": 40}, mergeable=False
-    ),
-    "electra-masked-lm": _case(
-        "electra",
-        "ElectraForMaskedLM",
-        "ElectraConfig",
-        _BERT | {"embedding_size": 40},
-        mergeable=False,
-    ),
-    "electra-sequence-classification": _case(
-        "electra",
-        "ElectraForSequenceClassification",
-        "ElectraConfig",
-        _BERT | {"embedding_size": 40} | _LABELS,
-        mergeable=False,
-    ),
-    "electra-token-classification": _case(
-        "electra",
-        "ElectraForTokenClassification",
-        "ElectraConfig",
-        _BERT | {"embedding_size": 40} | _LABELS,
-        mergeable=False,
-    ),
+    **_heads("electra", "Electra", _ELECTRA),
     "electra-pre-training": _case(
         "electra",
         "ElectraForPreTraining",
         "ElectraConfig",
-        _BERT | {"embedding_size": 40},
+        _ELECTRA,
         mergeable=False,
     ),
     "vit": _case("vit", "ViTModel", "ViTConfig", _VIT, features=(3, 12, 12), mergeable=False),

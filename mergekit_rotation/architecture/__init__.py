@@ -7,13 +7,9 @@ layouts of `mergekit_rotation.symmetry` for one model configuration. A user's ow
 
 from mergekit_rotation.architecture.family import (
     LAYER,
-    Block,
     Conditions,
-    Declared,
     Family,
-    Layer,
     LayoutError,
-    Stream,
     all_families,
     find_family,
     holds,
@@ -27,6 +23,7 @@ from mergekit_rotation.architecture.own import (
     read_families,
     read_family,
 )
+from mergekit_rotation.architecture.parts import Block, Declared, Layer, Stream
 
 __all__ = [
     "LAYER",

@@ -1,14 +1,14 @@
 """The frozen models that read a family's JSON file."""
 
 import re
-from collections.abc import Container, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
 from functools import cache
 from importlib.resources import files
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, field_validator, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, model_validator
 
+from mergekit_rotation.architecture.parts import Block, Declared, Layer, Stream
 from mergekit_rotation.architecture.sizes import LayoutError, first, lookup
 from mergekit_rotation.symmetry import (
     STREAM_AXES,
@@ -30,13 +30,9 @@ from mergekit_rotation.symmetry import (
 
 __all__ = [
     "LAYER",
-    "Block",
     "Conditions",
-    "Declared",
     "Family",
-    "Layer",
     "LayoutError",
-    "Stream",
     "all_families",
     "find_family",
     "holds",
@@ -49,6 +45,9 @@ LAYER = "${layer_index}"
 
 #: paths into a configuration, with the values under which something holds
 Conditions = Mapping[str, tuple[Any, ...]]
+
+
+_ONE_OR_MORE = BeforeValidator(lambda x: x if isinstance(x, list | tuple) else (x,))
 
 
 class _Data(BaseModel):
@@ -119,21 +118,16 @@ class AttentionData(_Data):
     """
 
     name: str = "attention"
-    query_key: tuple[HeadGroup, ...]
+    query_key: Annotated[tuple[HeadGroup, ...], _ONE_OR_MORE]
     value_output: HeadGroup
     heads: bool = True
     optional: bool = False
     tensors: Mapping[str, str]
 
-    @field_validator("query_key", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        return value if isinstance(value, list | tuple) else (value,)
-
     def build(
         self, config: object, sizes: Mapping[str, int], layer: int, alternative: bool
-    ) -> "Block":
-        """Return the block of one layer."""
+    ) -> Block:
+        """Return the block of one layer; `alternative` to others, see `Block`."""
         patterns, absent = _patterns(self.tensors)
         chosen = next((g for g in self.query_key if holds(g.when, config, layer)), None)
         layout = AttentionLayout(
@@ -142,7 +136,7 @@ class AttentionData(_Data):
             query_key=(chosen or HeadGroup(group="none")).build("qk", config, sizes),
             value_output=self.value_output.build("vo", config, sizes),
         )
-        return Block(self.name, layout, absent, alternative or self.optional, self.heads)
+        return Block(self.name, layout, absent, alternative, self.heads)
 
 
 class NeuronData(_Data):
@@ -163,7 +157,9 @@ class NeuronData(_Data):
     scaled_when: Conditions = {}
     tensors: Mapping[str, str]
 
-    def build(self, config: object, sizes: Mapping[str, int], alternative: bool) -> "Block":
+    def build(
+        self, config: object, sizes: Mapping[str, int], layer: int, alternative: bool
+    ) -> Block:
         """Return the block of one layer, in which ``f`` stands for the neurons."""
         tensors = _as_neurons(self.tensors, self.axis)
         if not holds(self.scaled_when, config):
@@ -189,13 +185,15 @@ class ExpertData(_Data):
     shifted: tuple[str, ...] = ()
     tensors: Mapping[str, str]
 
-    def build(self, config: object, sizes: Mapping[str, int]) -> "Block":
+    def build(
+        self, config: object, sizes: Mapping[str, int], layer: int, alternative: bool
+    ) -> Block:
         """Return the block of one layer, in which ``f`` stands for the neurons of an expert."""
         patterns, absent = _patterns(_as_neurons(self.tensors, "xf"))
         groups = first((*self.groups, "1"), config, sizes, "groups")
         mine = {**sizes, "f": sizes["xf"]}
         layout = ExpertLayout(patterns, mine, groups, frozenset(self.shifted))
-        return Block("experts", layout, absent, True)
+        return Block("experts", layout, absent, alternative)
 
 
 class StreamData(_Data):
@@ -234,90 +232,6 @@ class StreamData(_Data):
     tied: Mapping[str, str] = {}
     fixed: tuple[str, ...] = ()
     last: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True)
-class Declared:
-    """What is known of one tensor, whether it moves or not.
-
-    Attributes
-    ----------
-    needed : bool
-        Whether every model has it. One of an alternative block is not.
-    moves : bool
-        Whether it belongs to a block or to the residual stream.
-    vocabulary_axis : int, optional
-        Dimension that counts tokens.
-    last : bool
-        Whether it follows the last layer.
-    """
-
-    needed: bool
-    moves: bool
-    vocabulary_axis: int | None
-    last: bool
-
-
-@dataclass(frozen=True)
-class Stream:
-    """The residual stream of one model class.
-
-    Attributes
-    ----------
-    layout : StreamLayout
-        Its tensor names are templates; those of the blocks are included.
-    known : frozenset of str
-        Templates of all tensors that a model of the class may have.
-    maps, tied
-        As in `StreamData`.
-    """
-
-    layout: StreamLayout
-    known: frozenset[str]
-    maps: tuple[str, ...]
-    tied: Mapping[str, str]
-
-
-@dataclass(frozen=True)
-class Block:
-    """Tensors that one solve moves together.
-
-    Attributes
-    ----------
-    kind : str
-        ``experts``, or the name of a block of heads or neurons.
-    layout : AttentionLayout, NeuronLayout or ExpertLayout
-        Its tensor names are templates with ``${layer_index}``.
-    optional : frozenset of str
-        Templates that a model may lack (biases).
-    alternative : bool
-        Whether layers without any of the tensors are to be expected.
-    heads : bool
-        Whether heads can be reordered.
-    """
-
-    kind: str
-    layout: AttentionLayout | NeuronLayout | ExpertLayout
-    optional: frozenset[str]
-    alternative: bool = False
-    heads: bool = True
-
-    def missing(self, present: Container[str]) -> list[str]:
-        """Return the templates that a layer which has this block must hold, but does not."""
-        patterns = self.layout.patterns
-        return [name for name in patterns if name not in self.optional and name not in present]
-
-    def absent(self, present: Container[str]) -> bool:
-        """Tell whether a layer has another block in the place of this one."""
-        return self.alternative and not any(name in present for name in self.layout.patterns)
-
-
-@dataclass(frozen=True)
-class Layer:
-    """The symmetric parts of one layer for one model configuration."""
-
-    blocks: tuple[Block, ...]
-    sizes: Mapping[str, int]
 
 
 class Family(_Data):
@@ -369,18 +283,13 @@ class Family(_Data):
     prefixes: tuple[str, ...] = ("",)
     modules: tuple[str, ...] = ()
     layers: Mapping[str, str] = {"": "num_hidden_layers"}
-    attention: tuple[AttentionData, ...] = ()
-    neurons: tuple[NeuronData, ...] = ()
+    attention: Annotated[tuple[AttentionData, ...], _ONE_OR_MORE] = ()
+    neurons: Annotated[tuple[NeuronData, ...], _ONE_OR_MORE] = ()
     experts: ExpertData | None = None
     stream: StreamData
     checked: Literal["run", "read"] = "run"
     example: Mapping[str, Any] = {}
     notes: str = ""
-
-    @field_validator("attention", "neurons", mode="before")
-    @classmethod
-    def _one_or_more(cls, value: Any) -> Any:
-        return value if isinstance(value, list | tuple) else (value,)
 
     @model_validator(mode="after")
     def _know_every_name(self) -> "Family":
@@ -421,34 +330,26 @@ class Family(_Data):
         sizes: dict[str, int] = {}
         for axis, expressions in self.sizes.items():
             sizes[axis] = first(expressions, config, sizes, axis)
-        blocks = []
-        for data in self.attention:
-            blocks.append(data.build(config, sizes, index, len(self.attention) > 1))
-        several = len(self.neurons) > 1 or self.experts is not None
-        blocks += [units.build(config, sizes, several) for units in self.neurons]
-        if self.experts is not None:
-            blocks.append(self.experts.build(config, sizes))
+        blocks = (data.build(config, sizes, index, some) for data, some in self._blocks())
         return Layer(tuple(blocks), sizes)
+
+    def _blocks(self) -> Iterator[tuple[AttentionData | NeuronData | ExpertData, bool]]:
+        """Yield every block, and whether layers without any of its tensors are to be expected."""
+        for heads in self.attention:
+            yield heads, heads.optional or len(self.attention) > 1
+        experts = () if self.experts is None else (self.experts,)
+        feed_forward = (*self.neurons, *experts)
+        for units in feed_forward:
+            yield units, len(feed_forward) > 1 or units is self.experts
 
     def block_tensors(self) -> dict[str, str]:
         """Return name and pattern of the tensors of all blocks, as the data file has them."""
-        blocks = (*self.attention, *self.neurons, self.experts)
-        return {n: text for data in blocks if data for n, text in data.tensors.items()}
+        return {n: text for data, _ in self._blocks() for n, text in data.tensors.items()}
 
     def declared(self, model_class: str) -> dict[str, Declared]:
         """Return what is known of every tensor that models of a class may have, by template."""
-        data, several = self.stream, len(self.neurons) > 1 or self.experts is not None
-        alternative = {
-            name
-            for blocks, some in (
-                (self.attention, len(self.attention) > 1),
-                (self.neurons, several),
-                ((self.experts,), True),
-            )
-            for block in blocks
-            if block and (some or getattr(block, "optional", False))
-            for name in block.tensors
-        }
+        data = self.stream
+        alternative = {name for block, some in self._blocks() if some for name in block.tensors}
         of_class = data.classes.get(model_class, {})
         texts = {
             **self.block_tensors(),

@@ -1,6 +1,7 @@
 """One block of a layer (attention or neurons): what moves together, and how it is solved."""
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -80,6 +81,16 @@ class BlockSpec(BaseModel):
         """Return the pattern of a leg."""
         return Pattern.parse(dict(self.patterns)[name])
 
+    def layout(self) -> AttentionLayout | NeuronLayout | ExpertLayout:
+        """Return where the legs are stored, and what acts on them whether it is used or not."""
+        patterns = {name: Pattern.parse(text) for name, text in self.patterns}
+        sizes = dict(self.sizes)
+        if self.expert_groups:
+            return ExpertLayout(patterns, sizes, self.expert_groups, frozenset(self.shifted))
+        if self.query_key is None or self.value_output is None:
+            return NeuronLayout(patterns, sizes)
+        return AttentionLayout(patterns, sizes, self.query_key, self.value_output)
+
     def solve(
         self, reference: Tensors, other: Tensors, stored: torch.dtype, where: str
     ) -> Transformation:
@@ -100,39 +111,39 @@ class BlockSpec(BaseModel):
         """
         if not self.used():
             return ()
-        patterns = {name: Pattern.parse(text) for name, text in self.patterns}
-        sizes = dict(self.sizes)
         find: Callable[[Tensors, Tensors], Transformation]
         try:
-            if self.expert_groups:
-                experts = ExpertLayout(patterns, sizes, self.expert_groups, frozenset(self.shifted))
+            layout = self.layout()
+            if isinstance(layout, AttentionLayout):
+                layout = self._used_heads(layout)
+                find = partial(solve_attention, layout=layout, heads=self.use_heads, stored=stored)
+                if self.use_scale:
+                    return solve_scaled_attention(reference, other, layout, find, stored)
+                return find(reference, other)
+            if isinstance(layout, ExpertLayout):
                 find = partial(
                     solve_experts,
-                    layout=experts,
+                    layout=layout,
                     experts=self.use_experts,
                     neurons=self.use_neurons,
                 )
-                if self.use_scale and self.use_neurons:
-                    return solve_scaled_neurons(reference, other, experts, find)
-                return find(reference, other)
-            if self.query_key is None or self.value_output is None:
-                neurons = NeuronLayout(patterns, sizes)
-                find = partial(solve_neurons, layout=neurons)
-                if self.use_scale:
-                    return solve_scaled_neurons(reference, other, neurons, find)
-                return find(reference, other)
-            layout = AttentionLayout(
-                patterns,
-                sizes,
-                self.query_key if self.use_query_key else Trivial(self.query_key.n),
-                self.value_output if self.use_value_output else Trivial(self.value_output.n),
-            )
-            find = partial(solve_attention, layout=layout, heads=self.use_heads, stored=stored)
-            if self.use_scale:
-                return solve_scaled_attention(reference, other, layout, find, stored)
+            else:
+                find = partial(solve_neurons, layout=layout)
+            if self.use_scale and self.use_neurons:
+                return solve_scaled_neurons(reference, other, layout, find)
             return find(reference, other)
         except SymmetryError as problem:
             raise RotationError(f"{where}: {problem}; the model is damaged") from problem
+
+    def _used_heads(self, layout: AttentionLayout) -> AttentionLayout:
+        """Return a layout with only the groups that are switched on."""
+        return replace(
+            layout,
+            query_key=layout.query_key if self.use_query_key else Trivial(layout.query_key.n),
+            value_output=(
+                layout.value_output if self.use_value_output else Trivial(layout.value_output.n)
+            ),
+        )
 
     def scaled_apart(self, reference: Tensors, other: Tensors, after: float, scale: float) -> bool:
         """Tell whether only ``align_scale`` would bring two sides together.
@@ -150,17 +161,11 @@ class BlockSpec(BaseModel):
             return False
         legs = {name for name, _ in self.patterns}
         reference, other = ({n: side[n] for n in legs if n in side} for side in (reference, other))
-        patterns = {name: Pattern.parse(text) for name, text in self.patterns}
-        sizes = dict(self.sizes)
+        layout = self.layout()
         eps = max(torch.finfo(x.dtype).eps for x in (*reference.values(), *other.values()))
-        n = max(sizes.get("qk", 1), sizes.get("vo", 1))
+        n = max(layout.sizes.get("qk", 1), layout.sizes.get("vo", 1))
         if after <= (8 * eps) ** 2 * n * scale:
             return False
-        if self.expert_groups:
-            return same_products(reference, other, ExpertLayout(patterns, sizes))
-        if self.query_key is None or self.value_output is None:
-            return same_products(reference, other, NeuronLayout(patterns, sizes))
-        layout = AttentionLayout(patterns, sizes, self.query_key, self.value_output)
         return same_products(reference, other, layout)
 
     def move_legs(

@@ -51,6 +51,7 @@ class Context:
     def __init__(self, planner: MergePlanner):
         self.planner = planner
         self._own = _own_families(planner.config.parameters)
+        self._families = (*self._own.values(), *all_families())
         self._checkpoints: dict[ModelReference, Checkpoint] = {}
         self._warned: set[str] = set()
 
@@ -58,8 +59,7 @@ class Context:
         """Return the (cached) checkpoint of a model."""
         if model not in self._checkpoints:
             config = model.config(trust_remote_code=self.planner.options.trust_remote_code)
-            families = (*self._own.values(), *all_families())
-            self._checkpoints[model] = checkpoint = Checkpoint(model, config, families)
+            self._checkpoints[model] = checkpoint = Checkpoint(model, config, self._families)
             for file, family in self._own.items():
                 if family is checkpoint.family:
                     self.warn_once(

@@ -10,7 +10,7 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
-from mergekit_rotation.architecture import Block, Family, Layer
+from mergekit_rotation.architecture import LAYER, Block, Family
 from mergekit_rotation.graph import parameters
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.context import Context
@@ -87,9 +87,10 @@ class LayerPlan:
         if family.modules and self.module not in family.modules:
             return {}
         inputs: dict[tuple[str, ModelReference], Input] = {}
-        for block in self._present(layer, family, other):
-            planned = {t: self._planned(family, t) for t in block.layout.patterns}
-            names = {t: name for t, name in planned.items() if name is not None}
+        templates = (t for block in layer.blocks for t in block.layout.patterns)
+        planned = {t: name for t in templates if (name := self._planned(family, t)) is not None}
+        for block in present_blocks(layer, planned, other):
+            names = {t: planned[t] for t in block.layout.patterns if t in planned}
             legs = tuple(
                 Leg(
                     name=name,
@@ -120,19 +121,9 @@ class LayerPlan:
         own = [s for s in self.sources if s.model == model] or self.sources
         return int(own[0].layer_range[0]) + self.offset
 
-    def _present(self, layer: Layer, family: Family, model: ModelReference) -> list[Block]:
-        """Return the blocks of a layer, without those that are alternatives to the ones it has."""
-        found = {
-            template
-            for block in layer.blocks
-            for template in block.layout.patterns
-            if self._planned(family, template) is not None
-        }
-        return present_blocks(layer, found, model)
-
     def _planned(self, family: Family, template: str) -> str | None:
         """Return the planned output tensor that a template stands for, if any."""
-        local = template.replace("${layer_index}", str(self.index))
+        local = template.replace(LAYER, str(self.index))
         names = (self.prefix + prefix + local for prefix in family.prefixes)
         return next((name for name in names if name in self.entries), None)
 

@@ -38,6 +38,7 @@ class ModelTensors:
         self.family, self.layer = layout_of(self.checkpoint)  # of the first layer
         self.stream = self.family.stream_of(self.checkpoint.model_class)
         self._infos: dict[int | None, dict[str, WeightInfo]] = {}
+        self._blocks: dict[int, tuple[Block, ...]] = {}
 
     @cached_property
     def num_layers(self) -> int:
@@ -46,8 +47,9 @@ class ModelTensors:
 
     def blocks(self, index: int) -> tuple[Block, ...]:
         """Return the symmetric blocks of a layer."""
-        _, layer = layout_of(self.checkpoint, index)
-        return layer.blocks
+        if index not in self._blocks:  # asked for with every tensor of the layer
+            self._blocks[index] = layout_of(self.checkpoint, index)[1].blocks
+        return self._blocks[index]
 
     @property
     def _arch(self) -> Any:

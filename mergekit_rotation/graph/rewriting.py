@@ -118,11 +118,12 @@ class Rewriter:
             return None
         spec: BlockSpec | None = None
         elements: Transformation = ()
-        for block in own.blocks(pair[1]) if pair is not None and pair != OUTER else ():
-            if template in block.layout.patterns:
-                elements = transformation.blocks.get((block.kind, *(pair or OUTER)), ())
-                if moves(elements, block.layout.patterns[template]):
-                    spec = plain_spec(block)
+        if pair is not None and pair != OUTER:
+            for block in own.blocks(pair[1]):
+                if template in block.layout.patterns:
+                    elements = transformation.blocks.get((block.kind, *pair), ())
+                    if moves(elements, block.layout.patterns[template]):
+                        spec = plain_spec(block)
         inside = transformation.stream is not None and template in (
             *own.stream.layout.patterns,
             *own.reader_biases(),

@@ -17,7 +17,7 @@ import torch
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.symmetry import Linear, Scale, Sign, Transformation
 
-logger = logging.getLogger(__name__)
+LOG = logging.getLogger(__name__)
 
 _WEIGHTS = (
     "model*.safetensors",
@@ -86,7 +86,7 @@ class Run:
                 "invertible map that is not orthogonal; set align_scale: true to undo it"
             )
             self.note(entry.model, text)
-            logger.warning("%s: %s", entry.model, text)
+            LOG.warning("%s: %s", entry.model, text)
 
     def note(self, model: str, text: str) -> None:
         """Add a remark on a model to the summary."""

@@ -4,6 +4,8 @@ from collections.abc import Callable
 
 import torch
 from scipy.optimize import linear_sum_assignment
+from scipy.sparse import coo_array
+from scipy.sparse.csgraph import connected_components
 
 
 def linear_assignment(score: torch.Tensor) -> torch.Tensor:
@@ -67,3 +69,28 @@ def lazy_assignment(
         score[pairs[:, 0], pairs[:, 1]] = evaluate(pairs).to(score.dtype)
         known[pairs[:, 0], pairs[:, 1]] = True
         choice = linear_assignment(score)
+
+
+def paying_cycles(index: torch.Tensor, gain: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
+    """Mark the entries of a permutation whose cycle gains more than is asked for.
+
+    A cycle can be undone by itself, so ties stay where they are whatever an assignment made of
+    them, and however much other cycles gain.
+
+    Parameters
+    ----------
+    index : Tensor of int64, shape (n,)
+    gain, least : Tensor, shape (n,)
+        What each entry gains over staying, and the least that it has to.
+
+    Returns
+    -------
+    Tensor of bool, shape (n,)
+    """
+    edges = coo_array(([1] * len(index), (list(range(len(index))), index.tolist())))
+    _, labels = connected_components(edges, directed=False)
+    cycle = torch.as_tensor(labels, dtype=torch.int64, device=index.device)
+    zero = torch.zeros_like(gain)
+    pays = zero.index_add(0, cycle, gain) > zero.index_add(0, cycle, least)
+    result: torch.Tensor = pays[cycle]
+    return result

@@ -11,14 +11,12 @@ from dataclasses import dataclass
 from itertools import combinations
 
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from mergekit_rotation.symmetry.action import Element, Permute, Sign, Transformation
-from mergekit_rotation.symmetry.assignment import lazy_assignment, linear_assignment
+from mergekit_rotation.symmetry.assignment import lazy_assignment, linear_assignment, paying_cycles
 from mergekit_rotation.symmetry.axes import Names, Pattern, Piece
 from mergekit_rotation.symmetry.errors import SymmetryError
-from mergekit_rotation.symmetry.neurons import NeuronLayout, solve_neurons
+from mergekit_rotation.symmetry.neurons import NeuronLayout, neuron_rows, solve_neurons
 from mergekit_rotation.symmetry.precision import all_finite, working_dtype
 
 Tensors = Mapping[str, torch.Tensor]
@@ -141,10 +139,7 @@ class _Leg:
 
     def rows(self, side: int, expert: int) -> torch.Tensor:
         """View one expert as (neurons, rest)."""
-        dim = Piece(self.axes, self.sides[side]).dim("f")
-        assert dim is not None
-        x = self.sides[side][expert].movedim(dim, 0)
-        return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
+        return neuron_rows(Piece(self.axes, self.sides[side][expert]))
 
 
 @dataclass(frozen=True)
@@ -360,7 +355,7 @@ class _Solver:
         rows = members.flatten()
         gain = self._score(rows, chosen.flatten()) - self._score(rows, stay.flatten())
         least = self.noise[members, chosen] + self.noise[members, stay]
-        pays = _paying(choice, gain.view_as(members).sum(1), least.sum(1))
+        pays = paying_cycles(choice, gain.view_as(members).sum(1), least.sum(1))
         return torch.where(pays[:, None], chosen, stay).flatten()
 
     def _assign(self, bound: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -377,7 +372,7 @@ class _Solver:
         if torch.equal(index, rows):
             return index
         gain = self._score(a, b[index]) - self._score(a, b)
-        pays = _paying(index, gain, self.noise[a, b[index]] + self.noise[a, b])
+        pays = paying_cycles(index, gain, self.noise[a, b[index]] + self.noise[a, b])
         return torch.where(pays, index, rows)
 
 
@@ -402,14 +397,3 @@ def _exact(leg: _Leg, centred: bool) -> _Leg:
 def _best(score: torch.Tensor) -> torch.Tensor:
     """Largest sum that an assignment attains."""
     return score[torch.arange(len(score), device=score.device), linear_assignment(score)].sum()
-
-
-def _paying(index: torch.Tensor, gain: torch.Tensor, least: torch.Tensor) -> torch.Tensor:
-    """Mark the entries whose cycle gains more than the least that is asked for, (n,)."""
-    edges = coo_array(([1] * len(index), (list(range(len(index))), index.tolist())))
-    _, labels = connected_components(edges, directed=False)
-    cycle = torch.as_tensor(labels, dtype=torch.int64, device=index.device)
-    zero = torch.zeros_like(gain)
-    pays = zero.index_add(0, cycle, gain) > zero.index_add(0, cycle, least)
-    result: torch.Tensor = pays[cycle]
-    return result

@@ -9,11 +9,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from scipy.sparse import coo_array
-from scipy.sparse.csgraph import connected_components
 
 from mergekit_rotation.symmetry.action import Element, Permute, Sign, Transformation
-from mergekit_rotation.symmetry.assignment import linear_assignment
+from mergekit_rotation.symmetry.assignment import linear_assignment, paying_cycles
 from mergekit_rotation.symmetry.axes import Pattern, Piece
 from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.precision import all_finite, working_dtype
@@ -81,7 +79,7 @@ def solve_neurons(reference: Tensors, other: Tensors, layout: NeuronLayout) -> T
     if signed:
         overlap = torch.zeros(len(index), dtype=work, device=index.device)
         for a, b in signed:
-            overlap += (_rows(a).to(work) * _rows(b)[index].to(work)).sum(1)
+            overlap += (neuron_rows(a).to(work) * neuron_rows(b)[index].to(work)).sum(1)
         negative = overlap.double() < -noise(identity, index)
         if bool(negative.any()):
             one = torch.ones_like(overlap)
@@ -105,7 +103,7 @@ def _legs(
     return result
 
 
-def _rows(piece: Piece) -> torch.Tensor:
+def neuron_rows(piece: Piece) -> torch.Tensor:
     """View a piece as (neurons, rest)."""
     dim = piece.dim("f")
     assert dim is not None
@@ -114,7 +112,7 @@ def _rows(piece: Piece) -> torch.Tensor:
 
 
 def _accumulate(score: torch.Tensor | None, a: Piece, b: Piece, work: torch.dtype) -> torch.Tensor:
-    x, y = _rows(a).to(work), _rows(b).to(work)
+    x, y = neuron_rows(a).to(work), neuron_rows(b).to(work)
     return x @ y.mT if score is None else score.addmm_(x, y.mT)
 
 
@@ -122,8 +120,8 @@ class _Noise:
     """Rounding error of the score of neuron i of the reference with neuron j of the other."""
 
     def __init__(self, legs: list[tuple[bool, Piece, Piece]], work: torch.dtype) -> None:
-        length = sum(_rows(a).shape[1] for _, a, _ in legs)
-        sides = ([_rows(a) for _, a, _ in legs], [_rows(b) for _, _, b in legs])
+        length = sum(neuron_rows(a).shape[1] for _, a, _ in legs)
+        sides = ([neuron_rows(a) for _, a, _ in legs], [neuron_rows(b) for _, _, b in legs])
         self.norms = [_norm(rows, work) for rows in sides]
         self.factor: float = 4 * torch.finfo(work).eps * float(length) ** 0.5
 
@@ -143,8 +141,7 @@ def _norm(rows: list[torch.Tensor], work: torch.dtype) -> torch.Tensor:
 def _assign(score: torch.Tensor, noise: _Noise) -> torch.Tensor:
     """Best permutation, with every cycle that gains less than rounding errors undone.
 
-    A cycle can be undone by itself, so equal and dead neurons stay where they are whatever the
-    assignment made of their ties, and however much larger other neurons are.
+    So equal and dead neurons stay where they are, however much larger other neurons are.
     """
     rows = torch.arange(len(score), device=score.device)
     stay = score.diagonal().clone()
@@ -155,9 +152,4 @@ def _assign(score: torch.Tensor, noise: _Noise) -> torch.Tensor:
         return index
     gain = score[rows, index].double() - stay.double()
     least = noise(rows, index) + noise(rows, rows)
-    edges = coo_array(([1] * len(index), (rows.tolist(), index.tolist())))
-    _, labels = connected_components(edges, directed=False)
-    cycle = torch.as_tensor(labels, dtype=torch.int64, device=score.device)
-    total = torch.zeros(len(index), dtype=torch.float64, device=score.device)
-    idle = total.index_add(0, cycle, gain) <= total.index_add(0, cycle, least)
-    return torch.where(idle[cycle], rows, index)
+    return torch.where(paying_cycles(index, gain, least), index, rows)

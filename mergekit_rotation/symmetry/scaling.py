@@ -243,9 +243,7 @@ def solve_scaled_neurons(
     solve : callable
         Aligns by permutations and signs, as `solve_neurons` and `solve_experts` do.
     """
-    powers = {
-        k for pattern in layout.patterns.values() for one in pattern.powers for k in one.values()
-    }
+    powers = _exponents(layout)
     plain = solve(reference, other)
     if not powers:
         return plain
@@ -276,6 +274,12 @@ def solve_scaled_neurons(
         if total < best[0]:
             best = total, (*solution, *scaling)
     return best[1]
+
+
+def _exponents(layout: NeuronLayout | ExpertLayout) -> set[int]:
+    """Return the exponents of all legs that have one."""
+    powers = (one for pattern in layout.patterns.values() for one in pattern.powers)
+    return {k for one in powers for k in one.values()}
 
 
 def _overlaps(
@@ -316,26 +320,41 @@ def same_products(reference: Tensors, other: Tensors, layout: "_Layout") -> bool
         False where no factors can be scaled.
     """
     eps = max(torch.finfo(x.dtype).eps for x in (*reference.values(), *other.values()))
-    found = []
     if isinstance(layout, AttentionLayout):
-        for axis, group in _axes(layout).items():
-            sizes, errors = [], []
-            for side in (reference, other):
-                s, t = _gram(side, side, layout, axis)
-                values = group.invariants(s, t)
-                order = values.sum(-1).argsort()
-                norms = (x.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt() for x in (s, t))
-                sizes.append(values[order])
-                errors.append((2 * eps * next(norms) * next(norms))[order])
-            found.append((sizes[0] - sizes[1]).norm(dim=-1) <= errors[0] + errors[1])
-    elif powers := {k for p in layout.patterns.values() for one in p.powers for k in one.values()}:
-        per = "x" if isinstance(layout, ExpertLayout) else None
-        sizes = []
-        for side in (reference, other):
-            up, down = _overlaps(side, side, layout, per)
-            sizes.append((up ** -min(powers) * down).sqrt().flatten().sort().values)
-        found.append((sizes[0] - sizes[1]).abs() <= 2 * (1 - min(powers)) * eps * sizes[0])
-    return bool(found) and all(bool(one.all()) for one in found)
+        axes = _axes(layout).items()
+        return bool(axes) and all(
+            _same_heads(reference, other, layout, axis, group, eps) for axis, group in axes
+        )
+    powers = _exponents(layout)
+    if not powers:
+        return False
+    per = "x" if isinstance(layout, ExpertLayout) else None
+    sizes = []
+    for side in (reference, other):
+        up, down = _overlaps(side, side, layout, per)
+        sizes.append((up ** -min(powers) * down).sqrt().flatten().sort().values)
+    error = 2 * (1 - min(powers)) * eps * sizes[0]
+    return bool(((sizes[0] - sizes[1]).abs() <= error).all())
+
+
+def _same_heads(
+    reference: Tensors,
+    other: Tensors,
+    layout: AttentionLayout,
+    axis: str,
+    group: Group,
+    eps: float,
+) -> bool:
+    """Tell whether the products on one axis of the heads could be equal, whatever their order."""
+    sizes, errors = [], []
+    for side in (reference, other):
+        s, t = _gram(side, side, layout, axis)
+        values = group.invariants(s, t)
+        order = values.sum(-1).argsort()
+        norms = (x.diagonal(dim1=-2, dim2=-1).sum(-1).sqrt() for x in (s, t))
+        sizes.append(values[order])
+        errors.append((2 * eps * next(norms) * next(norms))[order])
+    return bool(((sizes[0] - sizes[1]).norm(dim=-1) <= errors[0] + errors[1]).all())
 
 
 # -- both ------------------------------------------------------------------------------------------

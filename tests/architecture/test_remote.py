@@ -41,23 +41,26 @@ def modules(layer, attention, gated, norms, outer):
     """Name the modules of a decoder as the twin's are named, in the order of the arguments."""
     inner = [*attention.items(), *gated.items(), *zip(norms, NORMS, strict=True)]
     names = {f"{layer}.{LAYER}.{name}": parts for name, parts in inner}
-    names |= dict(zip(outer, ("model.embed_tokens", "model.norm", "lm_head"), strict=True))
+    names |= dict(zip(outer, OUTER, strict=True))
     return {name: (parts,) if isinstance(parts, str) else parts for name, parts in names.items()}
 
 
+OUTER = ("model.embed_tokens", "model.norm", "lm_head")
+INNER = ("input_layernorm", "post_attention_layernorm")
+GATED = {"mlp.gate_proj": GATE, "mlp.up_proj": UP, "mlp.down_proj": DOWN}
 LLAMA = modules(
     "model.layers",
     {f"self_attn.{x}_proj": y for x, y in zip("qkvo", (Q, K, V, OUT), strict=True)},
-    {"mlp.gate_proj": GATE, "mlp.up_proj": UP, "mlp.down_proj": DOWN},
-    ("input_layernorm", "post_attention_layernorm"),
-    ("model.embed_tokens", "model.norm", "lm_head"),
+    GATED,
+    INNER,
+    OUTER,
 )
 BAICHUAN = modules(
     "model.layers",
     {"self_attn.W_pack": (Q, K, V), "self_attn.o_proj": OUT},
-    {"mlp.gate_proj": GATE, "mlp.up_proj": UP, "mlp.down_proj": DOWN},
-    ("input_layernorm", "post_attention_layernorm"),
-    ("model.embed_tokens", "model.norm", "lm_head"),
+    GATED,
+    INNER,
+    OUTER,
 )
 INTERNLM2 = modules(
     "model.layers",
@@ -92,7 +95,7 @@ CHATGLM = modules(
         "mlp.dense_h_to_4h": f"model.layers.{LAYER}.mlp.gate_up_proj",
         "mlp.dense_4h_to_h": DOWN,
     },
-    ("input_layernorm", "post_attention_layernorm"),
+    INNER,
     (
         "transformer.embedding.word_embeddings",
         "transformer.encoder.final_layernorm",
