@@ -14,7 +14,7 @@ from mergekit.architecture import (
     WeightInfo,
     arch_info_for_config,
 )
-from mergekit.common import get_config_value
+from mergekit.common import ModelReference, get_config_value
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache, LoadTensor
 from mergekit.options import MergeOptions
@@ -44,6 +44,8 @@ def definition(config: MergeConfiguration, options: MergeOptions) -> ModelArchit
         Checkpoint(model, model.config(trust_remote_code=options.trust_remote_code), known)
         for model in config.referenced_models()
     ]
+    if not checkpoints:
+        return None
     model_class, family = checkpoints[0].model_class, checkpoints[0].family
     if any(c.model_class != model_class or c.family is not family for c in checkpoints):
         return None
@@ -75,10 +77,9 @@ def _fits(stock: ModelArchitecture, names: "Names", checkpoint: Checkpoint) -> b
             aliases=weight.aliases,
             tied_names=weight.tied_names,
         )
-        loaded = {load.tensor, *(load.aliases or ())}
-        converted = not loaded.isdisjoint(names.loadable[checkpoint.model])
-        if not weight.optional and checkpoint.resolve(load) is None and not converted:
-            return False
+        if not weight.optional and checkpoint.resolve(load) is None:
+            if names.loadable(checkpoint).isdisjoint((load.tensor, *(load.aliases or ()))):
+                return False
     tied = names.family.stream.tied
     moving = (t for t, declared in names.declared.items() if declared.moves and t not in tied)
     used = {name for t in moving for i in names.indices(t) for name in names.spellings(t, i)}
@@ -101,12 +102,16 @@ class Names:
         self.declared: Mapping[str, Declared] = family.declared(model_class)
         self.checkpoints = checkpoints
         config = checkpoints[0].config
-        #: every name that mergekit may load a tensor of a model by, converting the file's layout
-        self.loadable = {
-            c.model: frozenset(n for name in c.index.tensor_paths for n in c.converted(name))
-            for c in checkpoints
-        }
+        self._loadable: dict[ModelReference, frozenset[str]] = {}
         self.depths = {s: int(get_config_value(config, key)) for s, key in family.layers.items()}
+
+    def loadable(self, checkpoint: Checkpoint) -> frozenset[str]:
+        """Return every name that mergekit may load a tensor of a model by, converting its files."""
+        if checkpoint.model not in self._loadable:
+            stored = checkpoint.index.tensor_paths
+            every = frozenset(name for one in stored for name in checkpoint.converted(one))
+            self._loadable[checkpoint.model] = every
+        return self._loadable[checkpoint.model]
 
     def stack(self, template: str) -> str:
         """Return how the names of the layers begin that a template stands for."""
@@ -135,7 +140,7 @@ class Names:
             if name in checkpoint.index.tensor_paths:
                 header = checkpoint.header(name)
                 return header is None or header[1] in FLOATING or self.declared[template].moves
-        return not self.loadable[checkpoint.model].isdisjoint(names)
+        return not self.loadable(checkpoint).isdisjoint(names)
 
     # -- mergekit's objects -------------------------------------------------------------------
 
@@ -189,7 +194,7 @@ class Names:
                 return prefix + template
         for prefix in self.family.prefixes:
             name = prefix + template.replace(LAYER, str(index))
-            if name in self.loadable[first.model]:
+            if name in self.loadable(first):
                 return prefix + template
         return self.family.prefixes[0] + template
 

@@ -46,8 +46,9 @@ def lost_tensors(checkpoint: Checkpoint, known: set[str]) -> list[str]:
     return [
         name
         for name in checkpoint.index.tensor_paths
-        if not name.endswith(_COMPUTED)
-        and not checkpoint.converted(name) & known
+        if name not in known
+        and not name.endswith(_COMPUTED)
+        and known.isdisjoint(checkpoint.converted(name))
         and not _is_tied_copy(checkpoint, name)
     ]
 

@@ -143,7 +143,7 @@ class ModelTensors:
             layers = range(self.num_layers) if LAYER in template else [0]
             known |= {p + template.replace(LAYER, str(i)) for p in prefixes for i in layers}
         for name in self.checkpoint.index.tensor_paths:
-            if not self.checkpoint.converted(name) & known:
+            if name not in known and known.isdisjoint(self.checkpoint.converted(name)):
                 raise Unsupported(
                     f"{self.model}: the family {self.family.family} does not say how {name} moves "
                     "with the residual stream; set align_residual: none"
