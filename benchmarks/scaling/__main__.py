@@ -4,7 +4,8 @@
 
 Trains what is not cached (about 40 minutes on one core), then compares, for every pair of seeds of
 a kind: no alignment, heads and neurons aligned, the same followed by the best common factor of
-every head (as in arXiv 2502.00264), and rotation and factor optimised together (`align_scale`).
+every head (as in arXiv 2502.00264), rotation and factor optimised together, and `align_scale`,
+which does so only where the gain is more than chance.
 Distances are Euclidean, over all weights; losses are those of the average, on held-out data.
 Writes results.md beside this file.
 """
@@ -73,14 +74,26 @@ def sequential(block: Block, reference: Tensors, other: Tensors) -> Transformati
     return (*first, *factors)
 
 
-def together(block: Block, reference: Tensors, other: Tensors) -> Transformation:
-    """Rotation and factors optimised together, as `align_scale` does; GELU has no factors."""
+def together(
+    block: Block, reference: Tensors, other: Tensors, closest: bool = True
+) -> Transformation:
+    """Rotation and factors optimised together; GELU has no factors."""
     if not isinstance(block.layout, AttentionLayout):
         return matched(block, reference, other)
     layout = block.layout
     return solve_scaled_attention(
-        reference, other, layout, lambda a, b: solve_attention(a, b, layout), torch.float32
+        reference,
+        other,
+        layout,
+        lambda a, b: solve_attention(a, b, layout),
+        torch.float32,
+        closest=closest,
     )
+
+
+def as_merged(block: Block, reference: Tensors, other: Tensors) -> Transformation:
+    """What `align_scale` does: a factor is taken only where chance does not explain its gain."""
+    return together(block, reference, other, closest=False)
 
 
 VARIANTS: dict[str, Solver | None] = {
@@ -88,6 +101,7 @@ VARIANTS: dict[str, Solver | None] = {
     "rotation and permutation": matched,
     "then scaled": sequential,
     "scaled together": together,
+    "with align_scale": as_merged,
 }
 
 

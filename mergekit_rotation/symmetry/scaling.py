@@ -87,7 +87,13 @@ class _Products:
 
 
 def solve_scaled_attention(
-    reference: Tensors, other: Tensors, layout: AttentionLayout, solve: Solver, stored: torch.dtype
+    reference: Tensors,
+    other: Tensors,
+    layout: AttentionLayout,
+    solve: Solver,
+    stored: torch.dtype,
+    *,
+    closest: bool = False,
 ) -> Transformation:
     """Align heads by invertible maps: `solve` as it is, and in balanced coordinates.
 
@@ -106,6 +112,8 @@ def solve_scaled_attention(
         Aligns by permutations and orthogonal maps, as `solve_attention` does.
     stored : torch.dtype
         Precision of the moved tensors.
+    closest : bool
+        Take the closest map whether its gain could be chance or not.
 
     References
     ----------
@@ -113,7 +121,7 @@ def solve_scaled_attention(
     """
     sides = [_balanced(side, layout) for side in (reference, other)]
     candidates = [
-        _fitted(reference, other, layout, solution, stored)
+        _fitted(reference, other, layout, solution, None if closest else stored)
         for solution in (solve(reference, other), solve(*sides))
     ]
     return min(candidates, key=lambda candidate: candidate[0])[1]
@@ -140,9 +148,12 @@ def _fitted(
     other: Tensors,
     layout: AttentionLayout,
     solution: Transformation,
-    stored: torch.dtype,
+    stored: torch.dtype | None,
 ) -> tuple[float, Transformation]:
-    """Return a solution with its rotations replaced by the closest maps, and its distance."""
+    """Return a solution with its rotations replaced by the closest maps, and its distance.
+
+    Maps that are not orthogonal have to pay, unless ``stored`` is None.
+    """
     fixed = tuple(e for e in solution if isinstance(e, Permute))
     found = {e.axis: e for e in solution if isinstance(e, Rotate)}
     other = _moved(fixed, other, layout)
@@ -161,27 +172,34 @@ def _fitted(
         options = torch.stack([first, _jointly(group, rotation, products)])
         options = torch.cat([options, _unbalanced(group, rotation, products)[None]])
         distances = torch.stack([products.distance(pair) for pair in options])
-        least = distances[1:].min(0)
-        entries = sum(
-            piece.tensor.numel() // layout.sizes["kv"]
-            for name in reference
-            if name in other
-            for piece in layout.patterns[name].split(other[name], layout.sizes)
-            if axis in piece.powers
-        )
-        share = chance_share(group.freedom + group.stretches, entries)
-        square = products.other.diagonal(dim1=-2, dim2=-1).sum((0, -1))
-        cost = share * distances[0].clamp(min=0) + torch.finfo(stored).eps ** 2 / 12 * square
-        pays = distances[0] - least.values > cost
-        if not bool(pays.any()):
+        needed = torch.zeros_like(distances)
+        if stored is not None:
+            entries = _entries(reference, other, layout, axis)
+            square = products.other.diagonal(dim1=-2, dim2=-1).sum((0, -1))
+            for k, freedom in enumerate((len(group.cells), group.freedom + group.stretches), 1):
+                needed[k] = chance_share(freedom, entries) * distances[0].clamp(min=0)
+                needed[k] += torch.finfo(stored).eps ** 2 / 12 * square
+        pays = distances[0] - distances >= needed
+        choice = torch.where(pays, distances, torch.inf).argmin(0)
+        if not bool(choice.any()):
             continue
-        choice = torch.where(pays, least.indices + 1, torch.zeros_like(least.indices))
         pair = options[choice, :, torch.arange(len(choice), device=choice.device)]
         found.pop(axis, None)
         result.append(Linear(axis, pair[:, 0], pair[:, 1], "kv"))
     transformation = (*fixed, *found.values(), *result)
     moved = _moved((*found.values(), *result), other, layout)
     return _distance(reference, moved, layout), transformation
+
+
+def _entries(reference: Tensors, other: Tensors, layout: AttentionLayout, axis: str) -> int:
+    """Return how many numbers of a head a map of an axis multiplies."""
+    return sum(
+        piece.tensor.numel() // layout.sizes["kv"]
+        for name in reference
+        if name in other
+        for piece in layout.patterns[name].split(other[name], layout.sizes)
+        if axis in piece.powers
+    )
 
 
 def _unbalanced(group: Group, rotation: torch.Tensor, products: _Products) -> torch.Tensor:
