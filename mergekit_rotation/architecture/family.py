@@ -114,6 +114,10 @@ class AttentionData(_Data):
         Whether heads can be reordered.
     optional : bool
         Whether layers without any of the tensors are to be expected.
+    shifted : tuple of str
+        Biases of keys to which any vector can be added where position does not turn it (softmax).
+    folded : mapping of str to str
+        Biases of values, to the biases of the outputs that can take their place.
     tensors : mapping of str to str
     """
 
@@ -122,6 +126,8 @@ class AttentionData(_Data):
     value_output: HeadGroup
     heads: bool = True
     optional: bool = False
+    shifted: tuple[str, ...] = ()
+    folded: Mapping[str, str] = {}
     tensors: Mapping[str, str]
 
     def build(
@@ -135,8 +141,10 @@ class AttentionData(_Data):
             sizes=sizes,
             query_key=(chosen or HeadGroup(group="none")).build("qk", config, sizes),
             value_output=self.value_output.build("vo", config, sizes),
+            shifted=frozenset(self.shifted),
+            folded=frozenset(self.folded),
         )
-        return Block(self.name, layout, absent, alternative, self.heads)
+        return Block(self.name, layout, absent, alternative, self.heads, self.folded)
 
 
 class NeuronData(_Data):

@@ -1,7 +1,7 @@
 """What a family's data says of one model configuration: the layers' blocks, the stream, tensors."""
 
 from collections.abc import Container, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from mergekit_rotation.symmetry import AttentionLayout, ExpertLayout, NeuronLayout, StreamLayout
 
@@ -66,6 +66,8 @@ class Block:
         Whether layers without any of the tensors are to be expected.
     heads : bool
         Whether heads can be reordered.
+    output_biases : mapping of str to str
+        Biases of values, to the biases of the outputs that can take their place.
     """
 
     kind: str
@@ -73,6 +75,7 @@ class Block:
     optional: frozenset[str]
     alternative: bool = False
     heads: bool = True
+    output_biases: Mapping[str, str] = field(default_factory=dict)
 
     def missing(self, present: Container[str]) -> list[str]:
         """Return the templates that a layer which has this block must hold, but does not."""

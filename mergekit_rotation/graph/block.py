@@ -27,6 +27,7 @@ from mergekit_rotation.symmetry import (
     solve_neurons,
     solve_scaled_attention,
     solve_scaled_neurons,
+    without_gauge,
     working_dtype,
 )
 
@@ -46,8 +47,8 @@ class BlockSpec(BaseModel):
         What acts on the heads; None for neurons and experts.
     expert_groups : int
         Of experts, see `ExpertLayout`; 0 for what is not made of experts.
-    shifted : tuple of str
-        See `ExpertLayout`.
+    shifted, folded : tuple of str
+        See `ExpertLayout` and `AttentionLayout`.
     use_query_key, use_value_output, use_heads, use_neurons, use_experts : bool
     use_scale : bool
         Whether maps that are not orthogonal may be used, too.
@@ -62,6 +63,7 @@ class BlockSpec(BaseModel):
     value_output: Group | None = None
     expert_groups: int = 0
     shifted: tuple[str, ...] = ()
+    folded: tuple[str, ...] = ()
     use_query_key: bool = True
     use_value_output: bool = True
     use_heads: bool = True
@@ -89,7 +91,22 @@ class BlockSpec(BaseModel):
             return ExpertLayout(patterns, sizes, self.expert_groups, frozenset(self.shifted))
         if self.query_key is None or self.value_output is None:
             return NeuronLayout(patterns, sizes)
-        return AttentionLayout(patterns, sizes, self.query_key, self.value_output)
+        return AttentionLayout(
+            patterns,
+            sizes,
+            self.query_key,
+            self.value_output,
+            frozenset(self.shifted),
+            frozenset(self.folded),
+        )
+
+    def seen(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
+        """Return what the function sees of a tensor: without what can change for nothing."""
+        if self.query_key is None or name not in (*self.shifted, *self.folded):
+            return tensor
+        layout = self.layout()
+        assert isinstance(layout, AttentionLayout)
+        return without_gauge(tensor, name, layout)
 
     def solve(
         self, reference: Tensors, other: Tensors, stored: torch.dtype, where: str
@@ -113,6 +130,7 @@ class BlockSpec(BaseModel):
             return ()
         find: Callable[[Tensors, Tensors], Transformation]
         try:
+            reference, other = self._all_seen(reference), self._all_seen(other)
             layout = self.layout()
             if isinstance(layout, AttentionLayout):
                 layout = self._used_heads(layout)
@@ -134,6 +152,9 @@ class BlockSpec(BaseModel):
             return find(reference, other)
         except SymmetryError as problem:
             raise RotationError(f"{where}: {problem}; the model is damaged") from problem
+
+    def _all_seen(self, tensors: Tensors) -> Tensors:
+        return {name: self.seen(name, x) for name, x in tensors.items()}
 
     def _used_heads(self, layout: AttentionLayout) -> AttentionLayout:
         """Return a layout with only the groups that are switched on."""
@@ -160,7 +181,9 @@ class BlockSpec(BaseModel):
         if self.use_scale or not (self.use_neurons and self.use_query_key):
             return False
         legs = {name for name, _ in self.patterns}
-        reference, other = ({n: side[n] for n in legs if n in side} for side in (reference, other))
+        reference, other = (
+            {n: self.seen(n, side[n]) for n in legs if n in side} for side in (reference, other)
+        )
         layout = self.layout()
         eps = max(torch.finfo(x.dtype).eps for x in (*reference.values(), *other.values()))
         n = max(layout.sizes.get("qk", 1), layout.sizes.get("vo", 1))

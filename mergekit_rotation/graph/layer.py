@@ -226,6 +226,8 @@ class LayerPlan:
             **common,
             query_key=layout.query_key,
             value_output=layout.value_output,
+            shifted=tuple(keys[t] for t in sorted(layout.shifted) if t in keys),
+            folded=tuple(keys[t] for t in sorted(layout.folded) if t in keys),
             use_query_key=ask("align_query_key", "qk"),
             use_value_output=ask("align_value_output", "vo"),
             use_heads=block.heads and ask("align_heads"),

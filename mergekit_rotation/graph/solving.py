@@ -237,14 +237,22 @@ class ModelSolver:
         transformation = self._solve_block(pair, names, spec, goal, inside)
         for attempt in (transformation, ()):
             moved = spec.move_legs(attempt, inside) if spec is not None else inside
-            squares = [_squares(goal[n], before[n], moved[n]) for n in names if n in goal]
+            seen = [
+                [
+                    side[n] if spec is None else spec.seen(n, side[n])
+                    for side in (goal, before, moved)
+                ]
+                for n in names
+                if n in goal
+            ]
+            squares = [_squares(*sides) for sides in seen]
             columns = zip(*squares, strict=True) if squares else ((), (), ())
             distance, after, scale = (sum(column) for column in columns)
             transformation = attempt
             if candidate.stream is not None or after <= distance:
                 break
         if self.residual != "none":
-            self._add(candidate, names, pair.indices, reference, fixed, moved)
+            self._add(candidate, names, pair.indices, reference, fixed, moved, spec)
         if spec is not None:
             candidate.blocks[(spec.kind, *pair.indices)] = transformation
             candidate.records.append(
@@ -286,6 +294,7 @@ class ModelSolver:
         reference: Tensors,
         fixed: Tensors,
         moved: Tensors,
+        spec: BlockSpec | None = None,
     ) -> None:
         """Add the squared relative distances of a group to a candidate.
 
@@ -297,8 +306,10 @@ class ModelSolver:
         for name in names:
             if name not in fixed:  # a norm, which its readers stand for
                 continue
-            x = fixed[name]
-            distance = float((x - images[name]).square().sum())
+            x, y = fixed[name], images[name]
+            if spec is not None:
+                x, y = spec.seen(name, x), spec.seen(name, y)
+            distance = float((x - y).square().sum())
             if candidate.stream is None:
                 distance += averaged_apart(name, reference, moved, self.layout)
             candidate.entries += x.numel()

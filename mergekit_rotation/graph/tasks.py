@@ -151,14 +151,17 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             image = self.spec.move(transformation, leg.name, tensor)
             if fixed is not None:
                 work = working_dtype(tensor.dtype, fixed.dtype)
-                fixed = fixed.to(work)
+                fixed = self.spec.seen(leg.name, fixed.to(work))
                 scale += float(fixed.square().sum())
-                change = float((fixed - tensor.to(work)).square().sum())
-                same = image is tensor
+                change = self._apart(leg.name, fixed, tensor)
                 before += change
-                after += change if same else float((fixed - image.to(work)).square().sum())
+                after += change if image is tensor else self._apart(leg.name, fixed, image)
             moved[leg.name] = image.to(dtype_from_name(leg.dtype) or tensor.dtype)
         return moved, before, after, scale
+
+    def _apart(self, name: str, fixed: torch.Tensor, tensor: torch.Tensor) -> float:
+        """Squared distance of a leg from what is seen of the reference's."""
+        return float((fixed - self.spec.seen(name, tensor.to(fixed.dtype))).square().sum())
 
 
 def check_shape(tensor: torch.Tensor, load: LoadTensor, expected: tuple[int, ...]) -> None:

@@ -1,6 +1,7 @@
 """Random elements of the symmetries that the data files declare."""
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from string import ascii_lowercase
 from typing import Any
 
 import torch
@@ -17,12 +18,15 @@ from mergekit_rotation.symmetry import (
     Pattern,
     PatternError,
     Permute,
+    Piece,
     PlaneRotations,
     Rotate,
     Scale,
     Sign,
     Transformation,
     act,
+    base_axis,
+    free_parts,
 )
 
 #: kinds of symmetries of the blocks, by the axis that they act on
@@ -164,6 +168,84 @@ def legs(family: Family, block: Block, index: int, state: State) -> dict[str, tu
             if template not in block.optional:
                 raise ProofError(f"{template}: layer {index} of the model has no such tensor")
     return found
+
+
+def shifted(
+    state: State,
+    config: Any,
+    family: Family,
+    seed: int,
+    *,
+    compensated: bool = True,
+    free: bool = True,
+) -> State:
+    """Return a state dict with vectors added to the biases of keys and values.
+
+    Parameters
+    ----------
+    state : dict of str to Tensor
+    config : PretrainedConfig
+    family : Family
+    seed : int
+    compensated : bool
+        Whether what the biases of values add to the output is taken from its own bias.
+    free : bool
+        Whether to add what the family declares to be free, or to the rest of the keys' biases.
+
+    Raises
+    ------
+    ProofError
+        If the bias that has to make up for those of the values is missing.
+    """
+    generator = torch.Generator().manual_seed(300 + seed)
+    result = dict(state)
+    for index in range(layer_count(config)):
+        for block in present(family, config, index, state):
+            layout = block.layout
+            if not isinstance(layout, AttentionLayout):
+                continue
+            tensors = legs(family, block, index, state)
+            for template, (name, pattern) in tensors.items():
+                pieces = pattern.split(result[name], layout.sizes)
+                values = [piece.tensor.clone() for piece in pieces]
+                for number, axis, mask in _shifts(template, layout, free):
+                    noise = torch.randn(len(mask), generator=generator, dtype=torch.float64)
+                    change = (noise * mask).expand(layout.sizes["kv"], -1)
+                    values[number] += change
+                    if axis == "vo" and compensated:
+                        bias = stored(family, block.output_biases[template], index, state)
+                        if not bias:
+                            raise ProofError(f"{name}: layer {index} has no bias to fold it into")
+                        for other, their in tensors.values():
+                            for piece in their.split(result[other], layout.sizes):
+                                if piece.powers.get("vo") == -1:
+                                    result[bias] = result[bias] - _added(piece, change)
+                result[name] = pattern.join(values, layout.sizes)
+    return result
+
+
+def _shifts(
+    template: str, layout: AttentionLayout, free: bool
+) -> Iterator[tuple[int, str, torch.Tensor]]:
+    """Yield the pieces of a leg that `shifted` changes, their axes, and masks, (n,)."""
+    parts = {(k, axis): mask for k, axis, mask in free_parts(template, layout)}
+    if free:
+        yield from ((k, axis, mask) for (k, axis), mask in parts.items())
+        return
+    pattern = layout.patterns[template]
+    for number, (axes, powers) in enumerate(zip(pattern.pieces, pattern.powers, strict=True)):
+        if powers.get("qk") == -1 and {base_axis(name) for name in axes} == {"kv", "qk"}:
+            mask = 1 - parts.get((number, "qk"), torch.zeros(layout.sizes["qk"]))
+            if bool(mask.any()):
+                yield number, "qk", mask
+
+
+def _added(piece: Piece, change: torch.Tensor) -> torch.Tensor:
+    """What a change of all values, (kv, vo), adds to the output, (e,)."""
+    letter = dict(zip(dict.fromkeys(map(base_axis, piece.axes)), ascii_lowercase, strict=False))
+    own = "".join(letter[base_axis(name)] for name in piece.axes)
+    left = "".join(x for a, x in letter.items() if a not in ("kv", "g", "vo"))
+    return torch.einsum(f"{own},{letter['kv']}{letter['vo']}->{left}", piece.tensor, change)
 
 
 def moved(

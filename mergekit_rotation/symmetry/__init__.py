@@ -26,10 +26,11 @@ from mergekit_rotation.symmetry.action import (
 )
 from mergekit_rotation.symmetry.assignment import lazy_assignment, linear_assignment
 from mergekit_rotation.symmetry.attention import AttentionLayout, solve_attention
-from mergekit_rotation.symmetry.axes import Pattern, Piece
+from mergekit_rotation.symmetry.axes import Pattern, Piece, base_axis
 from mergekit_rotation.symmetry.chance import chance_share
 from mergekit_rotation.symmetry.errors import PatternError, SymmetryError
 from mergekit_rotation.symmetry.experts import ExpertLayout, solve_experts
+from mergekit_rotation.symmetry.gauges import free_parts, without_gauge
 from mergekit_rotation.symmetry.groups import (
     DirectSum,
     Group,
@@ -121,6 +122,9 @@ __all__ = [
     "out_of_stream",
     "rotary_pairs",
     "solve_attention",
+    "base_axis",
+    "free_parts",
+    "without_gauge",
     "solve_experts",
     "solve_neurons",
     "solve_permutation",

@@ -32,12 +32,19 @@ class AttentionLayout:
         ``kv``, ``qk``, ``vo`` and, for grouped queries, ``g``; and the axes of the stream.
     query_key, value_output : Group
         What acts on ``qk`` and on ``vo``, one element per key/value head.
+    shifted : frozenset of str
+        Tensors whose parts with the exponent ``qk^-1``, biases of keys, can be shifted.
+    folded : frozenset of str
+        Tensors whose parts with the exponent ``vo^1``, biases of values, can be moved into the
+        bias of the output.
     """
 
     patterns: Mapping[str, Pattern]
     sizes: Mapping[str, int]
     query_key: Group
     value_output: Group
+    shifted: frozenset[str] = frozenset()
+    folded: frozenset[str] = frozenset()
 
 
 def solve_attention(

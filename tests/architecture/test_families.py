@@ -14,7 +14,7 @@ import tiny
 from mergekit_rotation.architecture import Family, LayoutError, all_families, find_family
 from mergekit_rotation.architecture.sizes import evaluate
 from mergekit_rotation.proof import PARTS, Subject, element
-from mergekit_rotation.proof.elements import scaling
+from mergekit_rotation.proof.elements import scaling, shifted
 from mergekit_rotation.symmetry import (
     AttentionLayout,
     ExpertLayout,
@@ -148,6 +148,26 @@ def test_each_forgotten_leg_changes_the_function(model):
             assert change <= model.tolerance(), "softmax does not see a shift of all keys"
         else:
             assert change > threshold, template
+
+
+def test_free_biases_leave_the_function_unchanged(model):
+    assert model.difference(shifted(model.state, model.config, model.family, 1)) <= (
+        8 * model.tolerance()
+    )
+
+
+def test_biases_that_are_not_free_change_the_function(model):
+    """Those of keys that position turns or norms see, and of values without making up for them."""
+    for wrong in ({"compensated": False}, {"free": False}):
+        state = shifted(model.state, model.config, model.family, 1, **wrong)
+        if wrong == {"compensated": False} and not any(
+            block.output_biases.keys() & {*model.legs(block, k)}
+            for k in range(tiny.LAYERS)
+            for block in model.blocks(k)
+        ):
+            continue
+        if any(not torch.equal(state[name], x) for name, x in model.state.items()):
+            assert model.difference(state) > 1e6 * model.tolerance(), wrong
 
 
 def is_key_bias_without_rotary(block, template):
