@@ -111,7 +111,7 @@ def _entries(
     entries |= dict.fromkeys(family.layers.values(), layers)
     for number, (axis, expressions) in enumerate(family.sizes.items()):
         for path in expressions:
-            if path not in family.sizes and _has(default, path):
+            if path not in family.sizes and hasattr(*_place(default, path)):
                 entries.setdefault(path, _SIZES.get(axis, 20 + 4 * number))
                 break
     entries |= {
@@ -122,7 +122,7 @@ def _entries(
     for when in (family.when, *alternatives):
         for path, values in when.items():
             name = path.removesuffix(_LAYER)
-            if isinstance(lookup(default, name.rpartition(".")[0]), Mapping):
+            if isinstance(_place(default, name)[0], Mapping):
                 continue  # of a table all entries would be needed
             if name != path:
                 kinds = [w[path][0] for w in alternatives if path in w]
@@ -132,10 +132,10 @@ def _entries(
     return entries | dict(family.example)
 
 
-def _has(config: PretrainedConfig, path: str) -> bool:
-    """Tell whether a configuration has an entry, be it null."""
+def _place(config: PretrainedConfig, path: str) -> tuple[Any, str]:
+    """Return the part of a configuration that an entry belongs to, and its name there."""
     parent, _, name = path.rpartition(".")
-    return hasattr(lookup(config, parent) if parent else config, name)
+    return (lookup(config, parent) if parent else config), name
 
 
 def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
@@ -191,7 +191,7 @@ def check_memory(name: str, config: PretrainedConfig) -> None:
 
 def _shortened(name: str, config: PretrainedConfig, family: Family) -> PretrainedConfig:
     """Return a configuration with few tokens, and layers until there is one of each kind."""
-    layers = config.num_hidden_layers
+    layers = min(lookup(config, depth) for depth in family.layers.values())
     with torch.device("meta"):
         state = dict(build(name, config).state_dict())
     kinds = [
@@ -209,6 +209,8 @@ def _shortened(name: str, config: PretrainedConfig, family: Family) -> Pretraine
             if key != "max_position_embeddings" and hasattr(part, key):
                 setattr(part, key, entry)
         part._attn_implementation = part._experts_implementation = "eager"
+    for depth in family.layers.values():
+        setattr(*_place(short, depth), count)
     return short
 
 

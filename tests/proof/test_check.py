@@ -286,13 +286,22 @@ def test_a_model_is_its_config_with_few_layers(tmp_path):
         ("cohere2", {"layer_types": [*["sliding_attention"] * 3, *["full_attention"] * 3]}, 4),
         ("glm4_moe", {"first_k_dense_replace": 3}, 4),
         ("llama", {}, 2),
+        ("t5", {"num_decoder_layers": 5}, 2),
     ],
 )
 def test_a_layer_of_each_kind_is_kept(case, overrides, layers, tmp_path):
     config = tiny.build(case, num_hidden_layers=6, **overrides).config
     folder = saved(config, tmp_path, tiny.FAMILIES[case].model_class.__name__)
     _, short = models.read_config(folder, DATA[case])
-    assert short.num_hidden_layers == layers
+    assert {getattr(short, depth) for depth in DATA[case].layers.values()} == {layers}
+
+
+@pytest.mark.parametrize("case", ["gemma3_vl", "llama4_vl", "qwen2_vl", "whisper", "vit"])
+def test_models_of_several_parts_and_of_other_inputs(case, tmp_path):
+    config = tiny.build(case).config
+    folder = saved(config, tmp_path, tiny.FAMILIES[case].model_class.__name__)
+    (report,) = check_family(DATA[case], folder)
+    assert report.rows and report.holds, "\n".join(report.lines())
 
 
 def test_a_model_that_does_not_fit(tmp_path, monkeypatch):
