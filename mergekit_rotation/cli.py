@@ -83,9 +83,9 @@ def check_architecture(file: Path, model: Path | None) -> None:
     configuration of MODEL, a folder with a config.json; its weights are not read, and it gets as
     few layers as hold one of each kind.
 
-    In float64, random elements of each declared symmetry must leave the outputs unchanged, up to
-    rounding. Then every tensor is left out once, which must show. Tensors of the model that FILE
-    does not mention are named.
+    In float64, random elements of each declared symmetry, and of the maps that align_scale adds,
+    must leave the outputs unchanged, up to rounding. Then every tensor is left out once, which must
+    show. Tensors of the model that FILE does not mention are named.
 
     Exits with 0 if all of this holds, and with 1 if not or if no model could be built. What a
     model does not have is listed and not counted: name a MODEL that has it.

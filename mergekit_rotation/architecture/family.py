@@ -276,8 +276,9 @@ class Family(_Data):
         ``run``: transformers has the code, and random elements were applied to a model of it;
         ``read``: the code belongs to the checkpoint, and was read only.
     example : mapping
-        Entries of the configuration of a small model that has all that the file declares, where
-        they do not follow from sizes and conditions; for ``mergekit-rotation check-architecture``.
+        Dotted paths to the entries of the configuration of a small model that has all that the file
+        declares, where they do not follow from sizes and conditions; for ``mergekit-rotation
+        check-architecture``.
     notes : str
         What is left untouched in this family, and why; for the table of support.
     """

@@ -1,7 +1,8 @@
 """Definitions of architectures that mergekit lacks, made of a family's data and a file's names.
 
 mergekit's own definition is used where it fits the models of a merge: where the planner can work
-with it, the models have every tensor that it demands, and it loses none that a model uses.
+with it, the models have every tensor that it demands, and it loses none that a model uses. Where a
+data file does not tell of all tensors, only the depth of mergekit's is mended.
 """
 
 from collections.abc import Mapping, Sequence
@@ -14,6 +15,7 @@ from mergekit.architecture import (
     WeightInfo,
     arch_info_for_config,
 )
+from mergekit.architecture.json_definitions import JsonModuleArchitecture
 from mergekit.common import ModelReference, get_config_value
 from mergekit.config import MergeConfiguration
 from mergekit.io.tasks import LoaderCache, LoadTensor
@@ -21,6 +23,7 @@ from mergekit.options import MergeOptions
 from transformers import PretrainedConfig
 
 from mergekit_rotation.architecture import LAYER, Declared, Family
+from mergekit_rotation.architecture.sizes import lookup
 from mergekit_rotation.graph.checkpoints import FLOATING, Checkpoint
 from mergekit_rotation.graph.context import known_families
 from mergekit_rotation.graph.errors import RotationError
@@ -49,10 +52,12 @@ def definition(config: MergeConfiguration, options: MergeOptions) -> ModelArchit
     model_class, family = checkpoints[0].model_class, checkpoints[0].family
     if any(c.model_class != model_class or c.family is not family for c in checkpoints):
         return None
-    if family is None or not family.stream.tensors:  # more of a model than the data file tells of
+    if family is None:
         return None
-    names = Names(family, model_class, checkpoints)
     stock = arch_info_for_config(checkpoints[0].config)
+    if not family.stream.tensors:  # more of a model than the data file tells of
+        return None if stock is None else _with_depth(stock, family, checkpoints[0].config)
+    names = Names(family, model_class, checkpoints)
     if stock is not None and all(_fits(stock, names, c) for c in checkpoints):
         return None
     return ModelArchitecture(
@@ -62,6 +67,28 @@ def definition(config: MergeConfiguration, options: MergeOptions) -> ModelArchit
         tagalong_files=stock.tagalong_files if stock is not None else None,
         vocab_size_config_key=stock.vocab_size_config_key if stock is not None else None,
     )
+
+
+def _with_depth(
+    stock: ModelArchitecture, family: Family, config: PretrainedConfig
+) -> ModelArchitecture | None:
+    """Return mergekit's definition with the depth where the data file has it; None if it is there.
+
+    mergekit reads the depth of Qwen2-VL where transformers had it before version 5.
+    """
+    modules = {name: stock.modules[name] for name in family.modules if name in stock.modules}
+    moved = {}
+    for name, module in modules.items():
+        architecture = module.architecture
+        if isinstance(architecture, JsonModuleArchitecture):
+            key = architecture.definition.num_layers_config_key
+            if key is not None and lookup(config, key) is None:
+                place = {"num_layers_config_key": family.layers[""]}
+                found = architecture.definition.model_copy(update=place)
+                moved[name] = module.model_copy(
+                    update={"architecture": JsonModuleArchitecture(definition=found)}
+                )
+    return stock.model_copy(update={"modules": {**stock.modules, **moved}}) if moved else None
 
 
 def _fits(stock: ModelArchitecture, names: "Names", checkpoint: Checkpoint) -> bool:

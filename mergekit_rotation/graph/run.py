@@ -135,7 +135,7 @@ class Run:
             before = (sum(record.before for record in mine) / scale) ** 0.5
             after = (sum(record.after for record in mine) / scale) ** 0.5
             lines.append(
-                f"{model} -> {mine[0].reference}: {len({r.layer for r in mine})} layers, "
+                f"{model} -> {mine[0].reference}: {_layers(mine)}, "
                 f"relative distance {before:.4g} -> {after:.4g}, {_describe(mine)}, "
                 f"{sum(record.seconds for record in mine):.1f} s"
             )
@@ -175,9 +175,17 @@ _WORDS = {
 }
 
 
+def _layers(records: list[Record]) -> str:
+    """Say how many layers there are, and what only some of them have."""
+    layers = len({record.layer for record in records})
+    count = Counter(block for _, block in dict.fromkeys((r.layer, r.block) for r in records))
+    some = [f"{block} in {number}" for block, number in count.items() if number < layers]
+    return f"{layers} layers" + (f" ({', '.join(some)})" if some else "")
+
+
 def _describe(records: list[Record]) -> str:
     layers = len({record.layer for record in records})
-    count = Counter(axis for record in records for axis in record.moved)
+    count = Counter(axis for _, axis in {(r.layer, axis) for r in records for axis in r.moved})
     if not count:
         return "nothing had to move"
     words = [f"{_WORDS[axis]} in {count[axis]}/{layers}" for axis in _WORDS if count[axis]]

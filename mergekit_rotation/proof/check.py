@@ -8,19 +8,21 @@ from pathlib import Path
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from mergekit_rotation.architecture import LAYER, Family, LayoutError, grouped
-from mergekit_rotation.proof.elements import PARTS, element, layer_count
+from mergekit_rotation.architecture import LAYER, Block, Family, LayoutError, grouped
+from mergekit_rotation.proof.elements import CONDITION, PARTS, element, layer_count, scaling
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.proof.models import (
     build,
+    check_memory,
     example_configs,
     line,
     model_class,
+    random_inputs,
     read_config,
-    text_inputs,
     variants,
 )
 from mergekit_rotation.proof.subject import Subject
+from mergekit_rotation.symmetry import moves
 
 _WORDS = {
     "heads": "order of heads",
@@ -30,6 +32,12 @@ _WORDS = {
     "x": "experts",
     "permutation": "stream: permutation",
     "orthogonal": "stream: orthogonal",
+}
+#: of the maps that `align_scale` adds
+_SCALED = {
+    "qk": "scale: queries, keys",
+    "vo": "scale: values, output",
+    "f": "scale: neurons",
 }
 
 
@@ -64,6 +72,8 @@ class Report:
         Those that the outputs do not depend on.
     unmentioned : tuple of str
         Tensors of the model that the file does not know.
+    untouched : int
+        How many tensors it does not know where it says nothing of the stream; this does not count.
     absent : tuple of str
         Tensors of the file that the model does not have.
     skipped : str
@@ -78,6 +88,7 @@ class Report:
     unseen: tuple[str, ...] = ()
     idle: tuple[str, ...] = ()
     unmentioned: tuple[str, ...] = ()
+    untouched: int = 0
     absent: tuple[str, ...] = ()
     skipped: str = ""
     trouble: str = ""
@@ -104,6 +115,8 @@ class Report:
         if self.forgotten:
             shown = self.forgotten - len(self.unseen) - len(self.idle)
             yield f"  left out one at a time: {shown} of {self.forgotten} tensors show"
+        if self.untouched:
+            yield f"  without a word on the stream: {self.untouched} tensors stay as they are"
         for names, meaning in (
             (self.unseen, "part of the function, but NOT PROVEN: leaving it out does not show"),
             (self.idle, "no part of the function, so that nothing can show"),
@@ -155,6 +168,7 @@ def _check_class(
             which = ", ".join(text for text in (alternative, variant) if text)
             title = f"{name} ({which})" if which else name
             try:
+                check_memory(name, one)
                 yield _check(_subject(build(name, one), family), title)
             except (ProofError, LayoutError) as problem:
                 yield Report(title, trouble=str(problem))
@@ -162,11 +176,11 @@ def _check_class(
 
 def _subject(model: PreTrainedModel, family: Family) -> Subject:
     try:
-        return Subject(model, text_inputs(model), family)
+        return Subject(model, random_inputs(model), family)
     except (ProofError, LayoutError):
         raise
     except Exception as problem:
-        raise ProofError(f"it does not run on random tokens ({line(problem)})") from problem
+        raise ProofError(f"it does not run on random inputs ({line(problem)})") from problem
 
 
 def _check(subject: Subject, title: str) -> Report:
@@ -174,20 +188,23 @@ def _check(subject: Subject, title: str) -> Report:
     blocks = list(_block_rows(subject))
     stream = [] if subject.headless else list(_stream_rows(subject))
     forgotten = [
-        *(_forgotten_legs(subject) if all(row.holds for row in blocks) else ()),
+        *(_forgotten_legs(subject).items() if all(row.holds for row in blocks) else ()),
         *(_forgotten_stream(subject) if stream and all(row.holds for row in stream) else ()),
     ]
     invisible = [template for template, shows in forgotten if not shows]
     idle = [template for template in invisible if not _matters(subject, template)]
     known = {**subject.family.block_tensors(), **subject.family.stream.tensors}
     templates = [*(name.removesuffix("?") for name in known), *subject.family.stream.norms]
+    unknown = [name for name in subject.state if name not in subject.declared]
+    silent = not (subject.family.stream.maps or subject.family.stream.tensors)
     return Report(
         title,
         rows=(*blocks, *stream),
         forgotten=len(forgotten),
         unseen=tuple(t for t in dict.fromkeys(invisible) if t not in idle),
         idle=tuple(dict.fromkeys(idle)),
-        unmentioned=tuple(grouped(n for n in subject.state if n not in subject.declared)),
+        unmentioned=() if silent else tuple(grouped(unknown)),
+        untouched=len(unknown) if silent else 0,
         absent=tuple(t for t in templates if not _names(subject, t)),
     )
 
@@ -198,6 +215,10 @@ def _block_rows(subject: Subject) -> Iterator[Row]:
         if any(not torch.equal(x, subject.state[name]) for name, x in state.items()):
             what = _WORDS[parts[0]] if len(parts) == 1 else "all of these"
             yield Row(what, subject.difference(state), subject.tolerance())
+    for part, what in _SCALED.items():
+        if any(scaling(block, index, (part,)) for block, index in _present(subject)):
+            state = subject.moved(partial(scaling, parts=(part,)))
+            yield Row(what, subject.difference(state), subject.tolerance(CONDITION))
 
 
 def _stream_rows(subject: Subject) -> Iterator[Row]:
@@ -208,13 +229,27 @@ def _stream_rows(subject: Subject) -> Iterator[Row]:
         yield Row(_WORDS[kind], change, subject.stream_tolerance())
 
 
-def _forgotten_legs(subject: Subject) -> Iterator[tuple[str, bool]]:
-    """Yield template and whether its omission shows, for the tensors of all blocks."""
-    layers = range(layer_count(subject.config))
-    legs = (subject.legs(block, index) for index in layers for block in subject.blocks(index))
-    for template in dict.fromkeys(template for found in legs for template in found):
-        change = subject.difference(subject.moved(element, forget=template))
-        yield template, change > subject.tolerance()
+def _forgotten_legs(subject: Subject) -> dict[str, bool]:
+    """Map templates of the tensors of all blocks to whether their omission shows, always."""
+    shows: dict[str, bool] = {}
+    for draw, condition in ((element, 1.0), (scaling, CONDITION)):
+        templates = {
+            template: None
+            for block, index in _present(subject)
+            for template, (_, pattern) in subject.legs(block, index).items()
+            if draw is element or moves(draw(block, index), pattern)
+        }
+        for template in templates:
+            change = subject.difference(subject.moved(draw, forget=template))
+            shows[template] = shows.get(template, True) and change > subject.tolerance(condition)
+    return shows
+
+
+def _present(subject: Subject) -> Iterator[tuple[Block, int]]:
+    """Yield every block of every layer, and which layer it is."""
+    for index in range(layer_count(subject.config)):
+        for block in subject.blocks(index):
+            yield block, index
 
 
 def _forgotten_stream(subject: Subject) -> Iterator[tuple[str, bool]]:

@@ -31,6 +31,8 @@ from mergekit_rotation.symmetry import (
 
 #: kinds of symmetries of the blocks, by the axis that they act on
 PARTS = ("heads", "qk", "vo", "f", "x")
+#: of the maps that scale
+CONDITION = 4.0
 State = dict[str, torch.Tensor]
 
 
@@ -115,7 +117,7 @@ def scaling(
     seed: int,
     parts: Collection[str] = ("qk", "vo", "f"),
     group: Group | None = None,
-    condition: float = 4.0,
+    condition: float = CONDITION,
 ) -> Transformation:
     """Draw a random element of the scalings that a block declares; `group` for queries."""
     generator = torch.Generator().manual_seed(200 + seed)

@@ -47,12 +47,18 @@ def randomise(model: PreTrainedModel, seed: int = 0) -> None:
             parameter.copy_(noise)
 
 
+def run(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> Any:
+    """Run a model, or the language model with a head of its own that it holds."""
+    inner = getattr(model, "language_model", None)
+    if isinstance(inner, PreTrainedModel) and inner.get_output_embeddings() is not None:
+        model = inner
+    with torch.no_grad():
+        return model(**inputs)
+
+
 def outputs(model: PreTrainedModel, inputs: Mapping[str, torch.Tensor]) -> torch.Tensor:
     """All logits of a model, or its last hidden state, flattened, as float64."""
-    if type(model).__name__ == "Llama4ForConditionalGeneration":
-        model = model.language_model  # its own forward fails without an image
-    with torch.no_grad():
-        result = model(**inputs)
+    result = run(model, inputs)
     values = result.logits if "logits" in result else result.last_hidden_state
     return values.to(torch.float64).flatten()
 

@@ -3,6 +3,7 @@
 import copy
 import json
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ import transformers
 from transformers import CONFIG_MAPPING, AutoConfig, PretrainedConfig, PreTrainedModel
 
 from mergekit_rotation.architecture import Conditions, Family, holds
-from mergekit_rotation.proof.elements import present
+from mergekit_rotation.architecture.sizes import first, lookup
+from mergekit_rotation.proof.elements import layer_count, present
 from mergekit_rotation.proof.errors import ProofError
 
 #: sizes that differ from each other in every product that a tensor may have
@@ -24,7 +26,13 @@ _ENTRIES = {
     "eos_token_id": 2,
 }
 _FIRST_ORDINARY_TOKEN = 3
+#: inputs other than tokens, and their sizes behind the batch's
+_FEATURES = {
+    "pixel_values": ("num_channels", "image_size", "image_size"),
+    "input_features": ("num_mel_bins", "2 * max_source_positions"),
+}
 _LAYER = "[layer]"
+_EAGER = {"attn_implementation": "eager", "experts_implementation": "eager"}
 
 
 def model_class(name: str) -> type[PreTrainedModel]:
@@ -33,14 +41,15 @@ def model_class(name: str) -> type[PreTrainedModel]:
     Raises
     ------
     ProofError
-        If transformers has no such class, or it does not read tokens.
+        If transformers has no such class, or it reads what we cannot make up.
     """
     found = getattr(transformers, name, None)
     if found is None:
         raise ProofError("transformers has no class of this name")
-    if found.main_input_name != "input_ids":
+    if found.main_input_name not in ("input_ids", *_FEATURES):
         raise ProofError(
-            f"it reads {found.main_input_name}, and only models that read tokens can be checked"
+            f"it reads {found.main_input_name}, and only models of tokens, images and "
+            "spectrograms can be checked"
         )
     result: type[PreTrainedModel] = found
     return result
@@ -64,7 +73,7 @@ def example_configs(family: Family, model_type: str) -> dict[str, PretrainedConf
     for alternative, conditions in _alternatives(family).items():
         entries = _entries(family, make(), conditions)
         try:
-            config = make(**copy.deepcopy(entries), attn_implementation="eager")
+            config = make(**_nested(entries), **_EAGER)
         except Exception as problem:
             raise ProofError(
                 f"{make.__name__} does not take {entries} ({line(problem)}); write entries that "
@@ -94,31 +103,51 @@ def _entries(
     default: PretrainedConfig,
     alternatives: list[Conditions],
 ) -> dict[str, Any]:
+    """Map paths into a configuration to the entries of a small model."""
     layers = max(2, len(alternatives))
-    entries: dict[str, Any] = {k: v for k, v in _ENTRIES.items() if hasattr(default, k)}
-    entries["num_hidden_layers"] = layers
+    text = default.get_text_config()
+    part = next((f"{key}." for key in default.sub_configs if getattr(default, key) is text), "")
+    entries: dict[str, Any] = {part + k: v for k, v in _ENTRIES.items() if hasattr(text, k)}
+    entries |= dict.fromkeys(family.layers.values(), layers)
     for number, (axis, expressions) in enumerate(family.sizes.items()):
-        for expression in expressions:
-            if expression not in family.sizes and hasattr(default, expression):
-                entries.setdefault(expression, _SIZES.get(axis, 20 + 4 * number))
+        for path in expressions:
+            if path not in family.sizes and hasattr(*_place(default, path)):
+                entries.setdefault(path, _SIZES.get(axis, 20 + 4 * number))
                 break
     entries |= {
-        name: True
-        for name, value in default.to_dict().items()
+        part + name: True
+        for name, value in text.to_dict().items()
         if "bias" in name and isinstance(value, bool)
     }
     for when in (family.when, *alternatives):
         for path, values in when.items():
-            if "." in path:
-                continue  # nested entries keep their defaults
-            if path.endswith(_LAYER):
+            name = path.removesuffix(_LAYER)
+            if isinstance(_place(default, name)[0], Mapping):
+                continue  # of a table all entries would be needed
+            if name != path:
                 kinds = [w[path][0] for w in alternatives if path in w]
-                entries[path.removesuffix(_LAYER)] = [kinds[k % len(kinds)] for k in range(layers)]
-            else:
+                entries[name] = [kinds[k % len(kinds)] for k in range(layers)]
+            elif lookup(default, path) not in values:
                 entries[path] = values[0]
-    if family.experts is not None:
-        entries["experts_implementation"] = "eager"
     return entries | dict(family.example)
+
+
+def _place(config: PretrainedConfig, path: str) -> tuple[Any, str]:
+    """Return the part of a configuration that an entry belongs to, and its name there."""
+    parent, _, name = path.rpartition(".")
+    return (lookup(config, parent) if parent else config), name
+
+
+def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """Turn dotted paths into dictionaries inside of each other."""
+    result: dict[str, Any] = {}
+    for path, value in entries.items():
+        *parents, name = path.split(".")
+        inner = result
+        for parent in parents:
+            inner = inner.setdefault(parent, {})
+        inner[name] = copy.deepcopy(value)
+    return result
 
 
 def read_config(folder: Path, family: Family) -> tuple[str, PretrainedConfig]:
@@ -127,7 +156,7 @@ def read_config(folder: Path, family: Family) -> tuple[str, PretrainedConfig]:
     Raises
     ------
     ProofError
-        If the file does not declare the model, or it does not fit into memory.
+        If the file does not declare the model.
     """
     try:
         config = AutoConfig.from_pretrained(folder, local_files_only=True, trust_remote_code=False)
@@ -138,23 +167,31 @@ def read_config(folder: Path, family: Family) -> tuple[str, PretrainedConfig]:
         raise ProofError(
             f"{folder}: the file does not declare {name} ({config.model_type}) under its config"
         )
-    short = _shortened(name, config, family)
+    return name, _shortened(name, config, family)
+
+
+def check_memory(name: str, config: PretrainedConfig) -> None:
+    """Refuse a model that is too large for this machine.
+
+    Raises
+    ------
+    ProofError
+    """
     with torch.device("meta"):
-        size = sum(parameter.numel() for parameter in build(name, short).parameters())
+        size = sum(parameter.numel() for parameter in build(name, config).parameters())
     # The model, its tensors, those of a second model and what has been moved, in float64.
     demand, memory = 4 * 8 * size, _memory()
     if memory is not None and demand > memory:
         raise ProofError(
-            f"{folder}: {short.num_hidden_layers} of its layers take {demand / 2**30:.0f} GiB in "
-            f"float64, and this machine has {memory / 2**30:.0f} GiB; leave out MODEL to check a "
-            "small model of the class"
+            f"a model of {layer_count(config)} layers takes {demand / 2**30:.0f} GiB in float64, "
+            f"and this machine has {memory / 2**30:.0f} GiB; check a small model, without MODEL "
+            'and with entries under "example" for what is large in it'
         )
-    return name, short
 
 
 def _shortened(name: str, config: PretrainedConfig, family: Family) -> PretrainedConfig:
     """Return a configuration with few tokens, and layers until there is one of each kind."""
-    layers = config.num_hidden_layers
+    layers = min(lookup(config, depth) for depth in family.layers.values())
     with torch.device("meta"):
         state = dict(build(name, config).state_dict())
     kinds = [
@@ -171,9 +208,9 @@ def _shortened(name: str, config: PretrainedConfig, family: Family) -> Pretraine
         for key, entry in {**_ENTRIES, "num_hidden_layers": count}.items():
             if key != "max_position_embeddings" and hasattr(part, key):
                 setattr(part, key, entry)
-        part._attn_implementation = "eager"
-        if family.experts is not None:
-            part._experts_implementation = "eager"
+        part._attn_implementation = part._experts_implementation = "eager"
+    for depth in family.layers.values():
+        setattr(*_place(short, depth), count)
     return short
 
 
@@ -187,7 +224,8 @@ def _memory() -> int | None:
 
 def variants(config: PretrainedConfig, family: Family) -> dict[str, PretrainedConfig]:
     """Return a configuration and, where tied embeddings forbid rotations, the same untied."""
-    if config.tie_word_embeddings and family.stream.tied and "orthogonal" in family.stream.maps:
+    tied = getattr(config, "tie_word_embeddings", False)
+    if tied and family.stream.tied and "orthogonal" in family.stream.maps:
         untied = copy.deepcopy(config)
         untied.tie_word_embeddings = False
         return {"tied embeddings": config, "untied embeddings": untied}
@@ -213,14 +251,19 @@ def build(name: str, config: PretrainedConfig) -> PreTrainedModel:
         ) from problem
 
 
-def text_inputs(model: PreTrainedModel, length: int = 12, seed: int = 0) -> dict[str, torch.Tensor]:
-    """Return a batch of random tokens for a model."""
+def random_inputs(
+    model: PreTrainedModel, length: int = 12, seed: int = 0
+) -> dict[str, torch.Tensor]:
+    """Return a batch of random tokens, or of what else a model reads."""
     choices = (3,) if type(model).__name__.endswith("MultipleChoice") else ()
-    vocabulary = model.config.get_text_config().vocab_size
+    vocabulary = getattr(model.config.get_text_config(), "vocab_size", _FIRST_ORDINARY_TOKEN + 1)
     generator = torch.Generator().manual_seed(seed)
     shape = (2, *choices, length)
     ids = torch.randint(_FIRST_ORDINARY_TOKEN, vocabulary, shape, generator=generator)
     inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model.main_input_name in _FEATURES:
+        sizes = [first((x,), model.config, {}, x) for x in _FEATURES[model.main_input_name]]
+        inputs = {model.main_input_name: torch.randn((2, *sizes), generator=generator)}
     return inputs | ({"decoder_input_ids": ids} if model.config.is_encoder_decoder else {})
 
 

@@ -22,7 +22,7 @@ from mergekit_rotation.proof.elements import (
     stored,
 )
 from mergekit_rotation.proof.errors import ProofError
-from mergekit_rotation.proof.exact import Float64, exact_copy, outputs, randomise
+from mergekit_rotation.proof.exact import Float64, exact_copy, outputs, randomise, run
 from mergekit_rotation.symmetry import (
     Group,
     Orthogonal,
@@ -182,8 +182,8 @@ class Subject:
     @cached_property
     def headless(self) -> bool:
         """Whether the outputs are the residual stream itself, which its maps move."""
-        with Float64(), torch.no_grad():
-            return "logits" not in self._model(**self.inputs)
+        with Float64():
+            return "logits" not in run(self._model, self.inputs)
 
     def difference(self, state: State) -> float:
         """Return the largest change of the outputs with other tensors."""
@@ -205,9 +205,16 @@ class Subject:
         """Return the tensors with an element applied to every block of every layer."""
         return moved(self.state, self.config, self.family, element_of, forget)
 
-    def tolerance(self) -> float:
-        """Return what rounding can change, see `tolerance`."""
-        return tolerance(self.family, self.config, self.base)
+    def tolerance(self, condition: float = 1.0) -> float:
+        """Return what rounding can change, see `tolerance`.
+
+        Parameters
+        ----------
+        condition : float
+            Of the maps that scale: each of up to three factors, which rounding goes through, is
+            multiplied by at most its root.
+        """
+        return condition**1.5 * tolerance(self.family, self.config, self.base)
 
     # -- the residual stream ----------------------------------------------------------------------
 

@@ -117,7 +117,7 @@ def solve_scaled_attention(
 
     References
     ----------
-    arXiv 2502.00264, section 4 (rescaling after rotation; here both are optimal together).
+    arXiv 2502.00264 (rescaling after rotation; here both are optimal together).
     """
     sides = [_balanced(side, layout) for side in (reference, other)]
     candidates = [

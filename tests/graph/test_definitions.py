@@ -41,6 +41,22 @@ def test_plain_methods_have_mergekits_definition(tmp_path):
     assert info is mergekit.architecture.json_definitions.NAME_TO_ARCH["BertModel"][0]
 
 
+def test_the_depth_is_read_where_the_configuration_has_it(tmp_path):
+    folders = [saved("qwen2_vl", tmp_path / name, seed=seed) for seed, name in enumerate("ab")]
+    info = of(*folders)
+    stock = mergekit.architecture.json_definitions.NAME_TO_ARCH["Qwen2VLForConditionalGeneration"]
+    assert info.modules.keys() == stock[0].modules.keys()
+    keys = [one.modules["text_decoder"].architecture.num_layers_config_key() for one in stock]
+    assert keys == ["num_hidden_layers"], "mergekit's own stays as it is"
+    out = merged(config("rotation_linear", folders), tmp_path / "out")
+    a, b, mean = (weights(folder) for folder in (*folders, out))
+    assert mean.keys() == a.keys()
+    tower = [name for name in mean if name.startswith("visual.")]
+    assert all(torch.allclose(mean[name], (a[name] + b[name]) / 2) for name in tower) and tower
+    loaded = tiny.FAMILIES["qwen2_vl"].model_class.from_pretrained(out)
+    assert loaded.config.text_config.num_hidden_layers == tiny.LAYERS
+
+
 @pytest.mark.parametrize("case", ["bert", "bert-masked-lm", "falcon_alibi", "qwen3_moe"])
 def test_a_definition_has_every_tensor_of_the_model_once(case, tmp_path):
     model, info = tiny.build(case), of(saved(case, tmp_path / case))

@@ -18,11 +18,7 @@ def test_twin_returns_through_the_installed_command(case, tmp_path):
     assert twins.distance(tmp_path / "out") < 1e-3
 
 
-#: mergekit looks for the depth where the configuration does not have it
-REFUSED = {"qwen2_vl"}
-
-
-@pytest.mark.parametrize("case", sorted(set(tiny.FAMILIES) - REFUSED))
+@pytest.mark.parametrize("case", sorted(tiny.FAMILIES))
 def test_twin_returns(case, tmp_path):
     twins = Twins(case, tmp_path)
     models = [twins.reference, *twins.others]

@@ -245,6 +245,36 @@ def test_alignment_never_increases_the_distance(tmp_path):
         assert record.after < record.before
 
 
+@pytest.mark.parametrize(
+    ("case", "entries", "words"),
+    [
+        (
+            "granitemoehybrid",
+            {"layer_types": ["full_attention", "linear_attention", "linear_attention"]},
+            "attention in 1",
+        ),
+        (
+            "lfm2",
+            {"layer_types": ["full_attention", "conv", "conv"]},
+            "attention in 1, convolution in 2",
+        ),
+        ("qwen3_moe", {"mlp_only_layers": [1, 2]}, "experts in 1, neurons in 2"),
+    ],
+)
+def test_layers_of_several_kinds_have_one_line_per_model(case, entries, words, tmp_path):
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for seed, folder in enumerate(folders):
+        tiny.save(tiny.build(case, seed=seed, num_hidden_layers=3, **entries), folder)
+    out = weights(merged(config("rotation_linear", folders), tmp_path / "out"))
+    (line,) = run.current().summary()
+    assert f": 3 layers ({words}), relative distance" in line
+    assert "values and outputs rotated in" in line and "neurons reordered in 3/3" in line
+    a, b = (weights(folder) for folder in folders)
+    inner = [name for name in out if ".mamba." in name]  # nothing of it is declared to move
+    assert bool(inner) == (case == "granitemoehybrid")
+    assert all(torch.allclose(out[name], (a[name] + b[name]) / 2) for name in inner)
+
+
 def test_the_summary_is_shown_unless_quiet(twins, tmp_path):
     from click.testing import CliRunner
     from mergekit.scripts.run_yaml import main
