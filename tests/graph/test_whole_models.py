@@ -6,15 +6,24 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 import scramble
 import scramble_stream
 import tiny
 from mergekit_rotation.architecture import all_families, find_family
 from mergekit_rotation.proof import Subject
-from merging import QUIET, Twins, changed_copy, command, config, merge, merged, weights, write
+from merging import (
+    QUIET,
+    Twins,
+    changed_copy,
+    command,
+    config,
+    merge,
+    merged,
+    save_tokenizer,
+    weights,
+    write,
+)
 
 ROTATING = {f.family for f in all_families() if "orthogonal" in f.stream.maps}
 SCRAMBLED = [name for name, case in tiny.FAMILIES.items() if case.family in scramble.NAMES]
@@ -338,9 +347,7 @@ def with_tokenizers(pair):
 
     other = changed_copy(pair.twin, pair.folder / "other", reordered)
     for folder, ids in ((pair.reference, torch.arange(tiny.VOCABULARY)), (other, order)):
-        vocabulary = {f"t{int(token)}": row for row, token in enumerate(ids)}
-        model = models.WordLevel(vocabulary, unk_token="t0")  # no password
-        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)).save_pretrained(folder)
+        save_tokenizer(folder, [f"t{int(token)}" for token in ids])
     return other, order
 
 
