@@ -14,6 +14,12 @@ import tokenizers
 import torch
 import yaml
 from click.testing import CliRunner, Result
+from mergekit.architecture import get_architecture_info
+from mergekit.config import MergeConfiguration
+from mergekit.graph import Executor
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+from mergekit.plan import MergePlanner
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer
@@ -29,10 +35,12 @@ StateDict = dict[str, torch.Tensor]
 
 
 def weights(folder: Path) -> StateDict:
-    """Load all safetensors of a folder."""
+    """Load all tensors of a folder."""
     state: StateDict = {}
     for file in sorted(folder.glob("*.safetensors")):
         state |= load_file(file)
+    for file in sorted(folder.glob("*.bin")):
+        state |= torch.load(file)
     return state
 
 
@@ -119,6 +127,13 @@ def protected(model: Any, target: Path, condition: float) -> Path:
     return target
 
 
+def same(first: StateDict, second: StateDict) -> bool:
+    """Tell whether two models have bitwise the same tensors, in the same order."""
+    return list(first) == list(second) and all(
+        x.dtype == second[name].dtype and torch.equal(x, second[name]) for name, x in first.items()
+    )
+
+
 def config(
     method: str, models: list[Path], weight: float | None = 0.5, **more: Any
 ) -> dict[str, Any]:
@@ -152,6 +167,22 @@ def merged(configuration: Mapping[str, Any] | str, out: Path, *options: str) -> 
     if result.exception is not None:
         raise result.exception
     return out
+
+
+def planner(raw: Mapping[str, Any], **options: Any) -> MergePlanner:
+    """Return the planner of a merge, as a program would make it."""
+    configuration, chosen = MergeConfiguration.model_validate(raw), MergeOptions(**options)
+    info = get_architecture_info(configuration, chosen)
+    LoaderCache().setup(chosen)
+    donor = configuration.base_model or configuration.referenced_models()[0]
+    return MergePlanner(configuration, info, chosen, donor.config())
+
+
+def schedule(raw: Mapping[str, Any], out: Path, **options: Any) -> tuple[list[Any], dict[Any, int]]:
+    """Return the tasks in the order in which mergekit's executor runs them, and last uses."""
+    executor = Executor(planner(raw, **options).plan_to_disk(str(out)))
+    last = {handle.task(): i for handle, i in executor.schedule.last_use_index.items()}
+    return [handle.task() for handle in executor.schedule.tasks], last
 
 
 def command(

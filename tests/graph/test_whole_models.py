@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from mergekit.graph import Executor
 
 import scramble
 import scramble_stream
@@ -20,6 +21,8 @@ from merging import (
     config,
     merge,
     merged,
+    planner,
+    same,
     save_tokenizer,
     weights,
     write,
@@ -151,6 +154,16 @@ def test_tied_and_untied_embeddings(case, kind, tied, tmp_path):
     stays_tied = tied and kind == "permutation"
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] == stays_tied
     assert ("lm_head.weight" in weights(out)) == (not stays_tied)
+
+
+def test_tied_models_are_untied_in_memory_too(tmp_path):
+    pair = Pair(tmp_path, "llama", "orthogonal", tie_word_embeddings=True)
+    plan = planner(pair.config())
+    tasks = Executor(plan.plan_in_memory()).run(quiet=True)
+    found = {task.weight_info.name: x for task, x in tasks}
+    assert "lm_head.weight" in found and not plan.out_model_config.tie_word_embeddings
+    expected = weights(merged(pair.config(), tmp_path / "out"))
+    assert same(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
 def test_a_tied_twin_is_untied_only_when_it_is_rotated(tmp_path):
@@ -466,10 +479,6 @@ def test_a_frankenmerge_is_reproduced_from_its_file(tmp_path):
     second = weights(merged(frankenmerge(pair, align_load=file), tmp_path / "second"))
     assert same(first, second)
     assert pair.distance(tmp_path / "second") < 1e-3
-
-
-def same(first, second):
-    return list(first) == list(second) and all(torch.equal(first[n], second[n]) for n in first)
 
 
 def test_a_transformation_of_other_weights_is_refused_unless_unchecked(tmp_path):
