@@ -97,8 +97,11 @@ class Alignment:
         Raises
         ------
         RotationError
-            If a model does not fit the reference and ``align_unsupported`` is ``error``.
+            If a model lacks the layer, or does not fit the reference and ``align_unsupported`` is
+            ``error``.
         """
+        for source in sources:
+            self._check_depth(source, source.layer_range[0] + layer_offset, module_name)
         if self.whole is not None:
             self.whole.output.add_layer(entries, sources, layer_offset, index, reader, module_name)
             return list(entries)
@@ -126,6 +129,18 @@ class Alignment:
         self.planner._tensors = [(weight, self._stock(weight, task)) for weight, task in planned]
 
     # -- details ------------------------------------------------------------------------------
+
+    def _check_depth(self, source: InputSliceDefinition, index: int, module_name: str) -> None:
+        arch = self.planner._model_arch(source.model).get_module(module_name)
+        try:
+            depth = arch.num_layers()
+        except RuntimeError:  # the depth is not where mergekit looks for it
+            return
+        if index >= depth:
+            raise RotationError(
+                f"{source.model}: layer_range asks for layer {index}, but the model has {depth} "
+                "layers, counted from 0; correct the slice"
+            )
 
     def _explicit(self, *settings: Any) -> ModelReference | None:
         return parameters.explicit_reference(settings)
