@@ -119,9 +119,12 @@ class Alignment:
         Raises
         ------
         RotationError
-            If a tensor that mergekit needs is missing from a model.
+            If a tensor that mergekit needs is missing from a model, or vocabularies of different
+            size would be merged row by row.
         """
         planned: list[tuple[WeightInfo, Any]] = self.planner._tensors
+        for weight, task in planned:
+            self._check_rows(weight, task)
         if self.whole is not None:
             planned = self.whole.finish(list(planned))
         models = self.planner.config.referenced_models()
@@ -164,6 +167,28 @@ class Alignment:
             return None
         first: ModelReference = config.referenced_models()[0]
         return first
+
+    def _check_rows(self, weight: WeightInfo, task: Any) -> None:
+        """Refuse vocabularies of different size before anything is solved, as mergekit would later.
+
+        Nothing is known here of tensors in pickled files.
+        """
+        if weight.vocabulary_axis is None or unwrap(task) is not task.gather_tensors:
+            return
+        sizes: dict[ModelReference, int] = {}
+        for load in task.gather_tensors.arguments().values():
+            checkpoint = self.context.checkpoint(load.model)
+            name = checkpoint.resolve(load)
+            header = checkpoint.header(name) if name is not None else None
+            if header is not None:
+                sizes[load.model] = header[0][weight.vocabulary_axis]
+        for model, size in sizes.items():
+            first, expected = next(iter(sizes.items()))
+            if size != expected:
+                raise RotationError(
+                    f"{model}: {weight.name} has {size} rows, but {expected} in {first}; bring the "
+                    "vocabularies together, for example with tokenizer: {source: base}"
+                )
 
     def _stock(self, weight: WeightInfo, task: Any) -> Any:
         if not isinstance(task, ExecuteMergeMethodTask):
