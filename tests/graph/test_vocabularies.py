@@ -36,19 +36,22 @@ FORMS = {
 class Vocabularies:
     """A model, and one that has its tokens in another order and one more.
 
-    ``same`` is in the coordinates of the reference, ``other`` in coordinates of its own.
+    ``same`` is in the coordinates of the reference, ``other`` in coordinates of its own. Both
+    models may have spare rows at the end, for which there are no tokens.
     """
 
-    def __init__(self, folder, kind, tied):
+    def __init__(self, folder, kind, tied, spare=0):
         self.model = tiny.build("llama", tie_word_embeddings=tied)
         self.reference = folder / "reference"
         tiny.save(self.model, self.reference)
         generator = torch.Generator().manual_seed(1)
-        order = torch.randperm(tiny.VOCABULARY, generator=generator)
+        tokens = tiny.VOCABULARY - spare
+        order = torch.randperm(tokens, generator=generator)
         new = 0.3 * torch.randn(1, tiny.HIDDEN, generator=generator)
 
         def more(state):
-            rows = {name: torch.cat([state[name][order], new]) for name in ROWS if name in state}
+            some = {name: state[name] for name in ROWS if name in state}
+            rows = {name: torch.cat([x[order], new, x[tokens:]]) for name, x in some.items()}
             return {**state, **rows}
 
         def moved(state):
@@ -61,7 +64,7 @@ class Vocabularies:
 
         self.same = changed_copy(self.reference, folder / "same", more)
         self.other = changed_copy(self.reference, folder / "other", moved)
-        save_tokenizer(self.reference, [f"t{k}" for k in range(tiny.VOCABULARY)])
+        save_tokenizer(self.reference, [f"t{k}" for k in range(tokens)])
         for model in (self.same, self.other):
             save_tokenizer(model, [*(f"t{int(k)}" for k in order), "x"])
             entries = {"vocab_size": tiny.VOCABULARY + 1}
@@ -78,9 +81,11 @@ class Vocabularies:
         more["base_model"] = str(self.reference)
         return config(method, both, parameters=parameters, **more)
 
-    def outputs(self, folder):
+    def outputs(self, folder, tokens):
+        """Return the outputs for inputs of the first tokens."""
         loaded = type(self.model).from_pretrained(folder, attn_implementation="eager").eval()
-        return tiny.outputs(loaded, tiny.inputs("llama"))
+        given = tiny.inputs("llama")
+        return tiny.outputs(loaded, {**given, "input_ids": given["input_ids"] % tokens})
 
 
 @pytest.fixture(scope="module", params=[(k, t) for k in KINDS for t in (True, False)], ids=str)
@@ -91,12 +96,24 @@ def models(request, tmp_path_factory):
 
 @pytest.mark.parametrize("form", FORMS)
 def test_vocabularies_meet_as_without_the_prefix(form, models, tmp_path):
+    assert_as_without_the_prefix(form, *models, tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_spare_rows_go_where_mergekit_lets_them_go(kind, tmp_path):
+    given = Vocabularies(tmp_path, kind, tied=False, spare=9)
+    for form in ("base", "padded"):
+        folder = tmp_path / form
+        folder.mkdir()
+        assert_as_without_the_prefix(form, kind, False, given, folder)
+
+
+def assert_as_without_the_prefix(form, kind, tied, given, folder):
     """The merge with a model in other coordinates is the plain one with it in the reference's."""
-    kind, tied, given = models
     options = ("--unsafe-truncate-embeddings",) if form == "truncated" else ()
-    plain = merged(given.config("linear", given.same, form), tmp_path / "plain", *options)
+    plain = merged(given.config("linear", given.same, form), folder / "plain", *options)
     raw = given.config("rotation_linear", given.other, form, align_residual=kind)
-    ours = merged(raw, tmp_path / "ours", *options)
+    ours = merged(raw, folder / "ours", *options)
 
     untied = tied and kind == "orthogonal"
     expected, found = weights(plain), weights(ours)
@@ -107,7 +124,8 @@ def test_vocabularies_meet_as_without_the_prefix(form, models, tmp_path):
     assert len(found[ROWS[0]]) == configs[1]["vocab_size"] or form == "truncated"
     for file in plain.glob("*token*"):
         assert (ours / file.name).read_bytes() == file.read_bytes()
-    assert (given.outputs(ours) - given.outputs(plain)).abs().max() < 1e-3
+    tokens = len(expected[ROWS[0]])
+    assert (given.outputs(ours, tokens) - given.outputs(plain, tokens)).abs().max() < 1e-3
 
 
 @pytest.mark.parametrize("kind", KINDS)
