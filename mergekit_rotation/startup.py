@@ -2,7 +2,7 @@
 
 ``install`` is called once by every Python process of an environment that has this package
 (``mergekit_rotation.pth`` and, from Python 3.15 on, ``mergekit_rotation.start``). It imports
-nothing but ``sys`` and only puts a finder on `sys.meta_path`, which waits for four mergekit
+nothing but ``sys`` and only puts a finder on `sys.meta_path`, which waits for five mergekit
 modules and hands each, when it has been executed, to `mergekit_rotation.graph.seams`. Set
 ``MERGEKIT_ROTATION_DISABLE=1`` to turn it off.
 """
@@ -10,7 +10,13 @@ modules and hands each, when it has been executed, to `mergekit_rotation.graph.s
 import sys
 
 #: mergekit modules that are completed after their import
-SEAMS = ("mergekit.merge_methods", "mergekit.config", "mergekit.plan", "mergekit.merge")
+SEAMS = (
+    "mergekit.merge_methods",
+    "mergekit.config",
+    "mergekit.plan",
+    "mergekit.merge",
+    "mergekit.evo.genome",
+)
 
 
 class _Finder:

@@ -5,15 +5,25 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import tokenizers
 import torch
 import yaml
 from click.testing import CliRunner, Result
+from mergekit.architecture import get_architecture_info
+from mergekit.config import MergeConfiguration
+from mergekit.graph import Executor
+from mergekit.io.tasks import LoaderCache
+from mergekit.options import MergeOptions
+from mergekit.plan import MergePlanner
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 import scramble
 import tiny
@@ -25,10 +35,12 @@ StateDict = dict[str, torch.Tensor]
 
 
 def weights(folder: Path) -> StateDict:
-    """Load all safetensors of a folder."""
+    """Load all tensors of a folder."""
     state: StateDict = {}
     for file in sorted(folder.glob("*.safetensors")):
         state |= load_file(file)
+    for file in sorted(folder.glob("*.bin")):
+        state |= torch.load(file)
     return state
 
 
@@ -42,9 +54,9 @@ def changed_copy(
     return target
 
 
-def scrambled(case: str, seed: int) -> Callable[[StateDict], StateDict]:
+def scrambled(case: str, seed: int, config: Any = None) -> Callable[[StateDict], StateDict]:
     """Return a change of coordinates, made by a routine of the tests alone."""
-    family, config = tiny.FAMILIES[case].family, _config(case)
+    family, config = tiny.FAMILIES[case].family, config or _config(case)
     return lambda state: scramble.scramble(state, config, family, seed=seed)
 
 
@@ -53,20 +65,44 @@ def _config(case: str) -> Any:
     return tiny.build(case).config
 
 
+def save_tokenizer(folder: Path, tokens: Sequence[str]) -> None:
+    """Give a model a tokenizer with one word per row of its embeddings."""
+    words = {token: row for row, token in enumerate(tokens)}
+    model = tokenizers.models.WordLevel(words, unk_token="t0")  # no password
+    PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)).save_pretrained(folder)
+
+
+def save_adapter(model: Any, folder: Path, learnt: bool = True) -> None:
+    """Write a LoRA adapter of a model with a random change, or with none yet."""
+    settings = LoraConfig(
+        r=2,
+        target_modules=["q_proj", "down_proj"],
+        task_type="CAUSAL_LM",
+        init_lora_weights=not learnt,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        adapted = get_peft_model(copy.deepcopy(model), settings)
+    adapted.peft_config["default"].base_model_name_or_path = "base"
+    adapted.save_pretrained(folder, save_embedding_layers=False)
+
+
 class Twins:
     """A tiny model and scrambled twins of it on disk."""
 
-    def __init__(self, case: str, folder: Path, count: int = 1):
+    def __init__(self, case: str, folder: Path, count: int = 1, **overrides: Any):
         self.case = case
-        self.model = tiny.build(case)
+        self.model = tiny.build(case, **overrides)
         self.inputs = tiny.inputs(case)
         self.reference = folder / "reference"
         tiny.save(self.model, self.reference)
-        self.others = [self._twin(folder / f"twin-{k}", seed=k + 1) for k in range(count)]
+        self.others = [self.twin(folder / f"twin-{k}", seed=k + 1) for k in range(count)]
 
-    def _twin(self, target: Path, seed: int) -> Path:
+    def twin(self, target: Path, seed: int) -> Path:
+        """Write the model in other coordinates."""
         if tiny.FAMILIES[self.case].family in scramble.NAMES:
-            return changed_copy(self.reference, target, scrambled(self.case, seed))
+            change = scrambled(self.case, seed, self.model.config)
+            return changed_copy(self.reference, target, change)
         twin = copy.deepcopy(self.model)
         family = find_family(twin.config, type(twin).__name__)
         assert family is not None
@@ -89,6 +125,13 @@ def protected(model: Any, target: Path, condition: float) -> Path:
     other.load_state_dict(proof.scrambled(other, family, seed=1, condition=condition))
     tiny.save(other, target)
     return target
+
+
+def same(first: StateDict, second: StateDict) -> bool:
+    """Tell whether two models have bitwise the same tensors, in the same order."""
+    return list(first) == list(second) and all(
+        x.dtype == second[name].dtype and torch.equal(x, second[name]) for name, x in first.items()
+    )
 
 
 def config(
@@ -124,6 +167,22 @@ def merged(configuration: Mapping[str, Any] | str, out: Path, *options: str) -> 
     if result.exception is not None:
         raise result.exception
     return out
+
+
+def planner(raw: Mapping[str, Any], **options: Any) -> MergePlanner:
+    """Return the planner of a merge, as a program would make it."""
+    configuration, chosen = MergeConfiguration.model_validate(raw), MergeOptions(**options)
+    info = get_architecture_info(configuration, chosen)
+    LoaderCache().setup(chosen)
+    donor = configuration.base_model or configuration.referenced_models()[0]
+    return MergePlanner(configuration, info, chosen, donor.config())
+
+
+def schedule(raw: Mapping[str, Any], out: Path, **options: Any) -> tuple[list[Any], dict[Any, int]]:
+    """Return the tasks in the order in which mergekit's executor runs them, and last uses."""
+    executor = Executor(planner(raw, **options).plan_to_disk(str(out)))
+    last = {handle.task(): i for handle, i in executor.schedule.last_use_index.items()}
+    return [handle.task() for handle in executor.schedule.tasks], last
 
 
 def command(

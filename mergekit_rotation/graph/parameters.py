@@ -124,6 +124,24 @@ def check_mapping(config: Mapping[str, Any]) -> None:
             _check_value(where, name, mapping[key])
 
 
+def with_paths(node: Any) -> Any:
+    """Return a configuration in which the models that our parameters name are paths again."""
+    if isinstance(node, list):
+        return [with_paths(item) for item in node]
+    if not isinstance(node, Mapping):
+        return node
+    return {
+        key: str(ModelReference.model_validate(value))
+        if key in (REFERENCE, *PER_INPUT) and _is_model(value)
+        else with_paths(value)
+        for key, value in node.items()
+    }
+
+
+def _is_model(value: Any) -> bool:
+    return isinstance(value, Mapping) and set(value) == set(ModelReference.model_fields)
+
+
 def _walk(node: Any, place: str) -> Iterator[tuple[str, Mapping[str, Any], bool]]:
     """Yield (place, mapping, whether it is a ``parameters:`` mapping) for the whole tree."""
     if isinstance(node, Mapping):

@@ -97,8 +97,11 @@ class Alignment:
         Raises
         ------
         RotationError
-            If a model does not fit the reference and ``align_unsupported`` is ``error``.
+            If a model lacks the layer, or does not fit the reference and ``align_unsupported`` is
+            ``error``.
         """
+        for source in sources:
+            self._check_depth(source, source.layer_range[0] + layer_offset, module_name)
         if self.whole is not None:
             self.whole.output.add_layer(entries, sources, layer_offset, index, reader, module_name)
             return list(entries)
@@ -116,9 +119,12 @@ class Alignment:
         Raises
         ------
         RotationError
-            If a tensor that mergekit needs is missing from a model.
+            If a tensor that mergekit needs is missing from a model, or vocabularies of different
+            size would be merged row by row.
         """
         planned: list[tuple[WeightInfo, Any]] = self.planner._tensors
+        for weight, task in planned:
+            self._check_rows(weight, task)
         if self.whole is not None:
             planned = self.whole.finish(list(planned))
         models = self.planner.config.referenced_models()
@@ -126,6 +132,18 @@ class Alignment:
         self.planner._tensors = [(weight, self._stock(weight, task)) for weight, task in planned]
 
     # -- details ------------------------------------------------------------------------------
+
+    def _check_depth(self, source: InputSliceDefinition, index: int, module_name: str) -> None:
+        arch = self.planner._model_arch(source.model).get_module(module_name)
+        try:
+            depth = arch.num_layers()
+        except RuntimeError:  # the depth is not where mergekit looks for it
+            return
+        if index >= depth:
+            raise RotationError(
+                f"{source.model}: layer_range asks for layer {index}, but the model has {depth} "
+                "layers, counted from 0; correct the slice"
+            )
 
     def _explicit(self, *settings: Any) -> ModelReference | None:
         return parameters.explicit_reference(settings)
@@ -149,6 +167,28 @@ class Alignment:
             return None
         first: ModelReference = config.referenced_models()[0]
         return first
+
+    def _check_rows(self, weight: WeightInfo, task: Any) -> None:
+        """Refuse vocabularies of different size before anything is solved, as mergekit would later.
+
+        Nothing is known here of tensors in pickled files.
+        """
+        if weight.vocabulary_axis is None or unwrap(task) is not task.gather_tensors:
+            return
+        sizes: dict[ModelReference, int] = {}
+        for load in task.gather_tensors.arguments().values():
+            checkpoint = self.context.checkpoint(load.model)
+            name = checkpoint.resolve(load)
+            header = checkpoint.header(name) if name is not None else None
+            if header is not None:
+                sizes[load.model] = header[0][weight.vocabulary_axis]
+        for model, size in sizes.items():
+            first, expected = next(iter(sizes.items()))
+            if size != expected:
+                raise RotationError(
+                    f"{model}: {weight.name} has {size} rows, but {expected} in {first}; bring the "
+                    "vocabularies together, for example with tokenizer: {source: base}"
+                )
 
     def _stock(self, weight: WeightInfo, task: Any) -> Any:
         if not isinstance(task, ExecuteMergeMethodTask):

@@ -5,6 +5,7 @@ Facts about mergekit 0.1.5 that each seam rests on are pinned by a test of its o
 method, never a wrong merge: the registered twins refuse to merge by themselves.
 """
 
+import copy
 import functools
 import inspect
 import sys
@@ -40,6 +41,7 @@ def complete(module: str) -> None:
         "mergekit.config": read_config,
         "mergekit.plan": plan_alignment,
         "mergekit.merge": guard_merge,
+        "mergekit.evo.genome": name_genomes,
     }
     try:
         steps[module]()
@@ -59,6 +61,12 @@ def _differs(place: str, how: str) -> SeamError:
         f"mergekit {found} differs from {TESTED} at {place} ({how}); "
         f"install mergekit=={TESTED} or a newer mergekit-rotation"
     )
+
+
+def _methods() -> Any:
+    """Return our module of methods, which needs mergekit's completed: import that one first."""
+    import_module("mergekit.merge_methods")
+    return import_module("mergekit_rotation.graph.methods")
 
 
 def _class(module: str, name: str) -> Any:
@@ -110,9 +118,7 @@ def register_methods() -> None:
     registry = import_module("mergekit.merge_methods.registry")
     _expect(registry, "register", ("method",))
     _expect(registry, "registered_methods", ())
-    from mergekit_rotation.graph import methods
-
-    methods.register_twins()
+    _methods().register_twins()
 
 
 def withdraw_methods() -> None:
@@ -142,11 +148,15 @@ def read_config() -> None:
 
 
 def _checked_mapping(obj: Any) -> Any:
-    """Accept ``method:`` for ``merge_method:``; check the name and our parameters."""
+    """Accept ``method:`` for ``merge_method:``; check the name and our parameters.
+
+    mergekit-multi puts models for all strings that name an earlier merge, ours among them.
+    """
     if not isinstance(obj, Mapping):
         return obj
-    from mergekit_rotation.graph import methods, parameters
+    from mergekit_rotation.graph import parameters
 
+    methods = _methods()
     given = [obj[key] for key in ("merge_method", "method") if obj.get(key) is not None]
     if not any(methods.is_rotation(name) for name in given):
         return obj
@@ -154,6 +164,7 @@ def _checked_mapping(obj: Any) -> Any:
         raise RotationError("method: and merge_method: say the same; write one of them")
     obj = {("merge_method" if key == "method" else key): value for key, value in obj.items()}
     methods.check_name(given[0])
+    obj = parameters.with_paths(obj)
     parameters.check_mapping(obj)
     return obj
 
@@ -164,8 +175,9 @@ def _ordered_models(original: Callable[..., Any], config: Any) -> list[Any]:
     mergekit takes config and tokenizer of a merge without ``base_model`` from the first one.
     """
     models = original(config)
-    from mergekit_rotation.graph import methods, parameters
+    from mergekit_rotation.graph import parameters
 
+    methods = _methods()
     if not methods.is_rotation(config.merge_method):
         return list(models)
     outputs = [config, *(config.modules or {}).values()]
@@ -186,18 +198,21 @@ def plan_alignment() -> None:
     _wrap(MergePlanner, "plan_layer", layer, _plan_layer)
     _wrap(MergePlanner, "_plan", ("self",), _plan)
     _wrap(MergePlanner, "plan_to_disk", ("self", "out_path"), _plan_to_disk)
+    _wrap(MergePlanner, "plan_in_memory", ("self",), _plan_in_memory)
     writer = _class("mergekit.io.tasks", "TensorWriterTask")
     _wrap(writer, "execute", ("self",), _open_writer)
 
 
 def _plan(original: Callable[..., Any], planner: Any) -> None:
-    from mergekit_rotation.graph import methods
-
+    methods = _methods()
     if methods.aligned_method(planner.config.merge_method) is None:
         original(planner)
         return
+    from mergekit_rotation.graph import parameters
     from mergekit_rotation.graph.planning import Alignment
 
+    # A configuration that was not read but built by a program has not been looked at yet.
+    parameters.check_mapping(planner.config.model_dump())
     planner._rotation = alignment = Alignment(planner)
     alignment.check_inputs()
     original(planner)
@@ -228,12 +243,34 @@ def _plan_layer(
 
 
 def _plan_to_disk(original: Callable[..., Any], planner: Any, out_path: str) -> Any:
-    from mergekit_rotation.graph import methods, run
+    from mergekit_rotation.graph import run
 
+    methods = _methods()
     tasks = original(planner, out_path)
     if methods.aligned_method(planner.config.merge_method) is not None:
         run.current().begin_output(out_path, planner._rotation.context.paths())
     return tasks
+
+
+def _plan_in_memory(original: Callable[..., Any], planner: Any) -> Any:
+    """Plan a merge whose tensors are returned, for which mergekit 0.1.5 raises a TypeError."""
+    from mergekit_rotation.graph import run
+
+    methods = _methods()
+    if methods.aligned_method(planner.config.merge_method) is None:
+        return original(planner)
+    from mergekit_rotation.graph.tasks import ReturnMerged
+
+    run.start()
+    planner._plan()
+    return [
+        ReturnMerged(
+            weight_info=weight,
+            tensor_task=task,
+            dtype=weight.force_dtype or planner.config.out_dtype,
+        )
+        for weight, task in planner._tensors
+    ]
 
 
 def _open_writer(original: Callable[..., Any], task: Any, **kwargs: Any) -> Any:
@@ -256,8 +293,9 @@ def guard_merge() -> None:
 
 def _architecture(original: Callable[..., Any], config: Any, options: Any) -> Any:
     """Use a definition of `graph.definitions` where mergekit has none that fits the models."""
-    from mergekit_rotation.graph import definitions, methods
+    from mergekit_rotation.graph import definitions
 
+    methods = _methods()
     if not methods.is_rotation(config.merge_method):
         return original(config, options)
     return definitions.definition(config, options) or original(config, options)
@@ -271,8 +309,9 @@ def _run_merge(
     *args: Any,
     **kw: Any,
 ) -> Any:
-    from mergekit_rotation.graph import methods, run
+    from mergekit_rotation.graph import run
 
+    methods = _methods()
     if not methods.is_rotation(merge_config.merge_method):
         return original(merge_config, out_path, options, *args, **kw)
     methods.check_name(merge_config.merge_method)
@@ -286,3 +325,45 @@ def _run_merge(
         for line in this.summary():
             print(f"aligned {line}", file=sys.stderr)
     return result
+
+
+# -- mergekit.evo.genome: configurations that evolve ----------------------------------------------
+
+
+def name_genomes() -> None:
+    """Let a genome name a ``rotation_*`` method; it is read as that of the plain method."""
+    genomes = sys.modules["mergekit.evo.genome"]
+    known = getattr(genomes, "METHOD_PARAM_MAPS", None)
+    if not isinstance(known, dict):
+        raise _differs("mergekit.evo.genome.METHOD_PARAM_MAPS", "there is no such mapping")
+    methods = _methods()
+    known |= {methods.PREFIX + n: known[n] for n in known if not methods.is_rotation(n)}
+    ModelGenome = _class("mergekit.evo.genome", "ModelGenome")
+    _wrap(ModelGenome, "__init__", ("self", "definition"), _genome)
+    _wrap(ModelGenome, "genotype_merge_config", ("self", "genotype"), _evolved_config)
+
+
+def _plain_definition(definition: Any) -> Any:
+    """Return the definition of a genome with the plain method, which mergekit then checks."""
+    methods = _methods()
+    method = methods.aligned_method(definition.merge_method)
+    if method is None:
+        return definition
+    return type(definition)(**{**dict(definition), "merge_method": method.plain.spec.name})
+
+
+def _genome(
+    original: Callable[..., Any], genome: Any, definition: Any, *args: Any, **kw: Any
+) -> None:
+    _plain_definition(definition)
+    original(genome, definition, *args, **kw)
+
+
+def _evolved_config(original: Callable[..., Any], genome: Any, genotype: Any) -> Any:
+    plain = copy.copy(genome)
+    plain.definition = _plain_definition(genome.definition)
+    config = original(plain, genotype)
+    if plain.definition is genome.definition:
+        return config
+    named = {**config.model_dump(), "merge_method": genome.definition.merge_method}
+    return type(config).model_validate(named)

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 from mergekit.common import ModelReference, dtype_from_name
 from mergekit.graph import Task
-from mergekit.io.tasks import GatherTensors, LoadTensor
+from mergekit.io.tasks import GatherTensors, LoadTensor, ReturnTensor
 from pydantic import BaseModel
 
 from mergekit_rotation.graph import run
@@ -231,6 +231,15 @@ class GatherChecked(GatherTensors):
 
     def group_label(self) -> str | None:
         return max(load.group_label() or "" for load in self.loads().values())
+
+
+class ReturnMerged(ReturnTensor):
+    """`ReturnTensor` that accepts what mergekit plans: a tensor, or None where there is none."""
+
+    tensor_task: Task
+
+    def execute(self, tensor: torch.Tensor | None) -> torch.Tensor | None:
+        return None if tensor is None else super().execute(tensor)
 
 
 def _waiting(blocks: tuple[AlignBlock, ...]) -> dict[str, Task]:

@@ -90,6 +90,19 @@ def test_input_level_is_checked_too():
         MergeConfiguration.model_validate(raw)
 
 
+@pytest.mark.parametrize("name", ["align_as", "align_task_base"])
+def test_models_that_mergekit_multi_has_put_in_are_paths_again(name):
+    from mergekit.scripts.multimerge import patched_config
+
+    entry = {"model": "a", "parameters": {name: "first", "weight": 1.0}}
+    raw = {"merge_method": "rotation_linear", "models": [entry, {"model": "b"}]}
+    raw["parameters"] = {"align_reference": "first"}
+    config, used = patched_config(MergeConfiguration.model_validate(raw), {"first"}, "work")
+    assert config.models[0].parameters == {name: "work/first", "weight": 1.0}
+    assert config.parameters == {"align_reference": "work/first"}
+    assert used == {"first"}
+
+
 @pytest.mark.parametrize("name", RESERVED)
 def test_reserved_names_say_so(name):
     with pytest.raises(RotationError, match=f"{name} is reserved for a later version"):

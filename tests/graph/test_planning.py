@@ -4,31 +4,13 @@ import json
 
 import pytest
 import torch
-from mergekit.architecture import get_architecture_info
-from mergekit.config import MergeConfiguration
-from mergekit.graph import Executor
-from mergekit.io.tasks import LoaderCache, LoadTensor
+from mergekit.io.tasks import LoadTensor
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
-from mergekit.options import MergeOptions
-from mergekit.plan import MergePlanner
 
 import tiny
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.tasks import AlignBlock
-from merging import Twins, changed_copy, config, merged, scrambled, weights
-
-
-def schedule(raw, out):
-    """Return the tasks in the order in which mergekit's executor runs them, and last uses."""
-    configuration = MergeConfiguration.model_validate(raw)
-    options = MergeOptions()
-    info = get_architecture_info(configuration, options)
-    LoaderCache().setup(options)
-    models = configuration.referenced_models()
-    planner = MergePlanner(configuration, info, options, models[0].config())
-    executor = Executor(planner.plan_to_disk(str(out)))
-    last = {h.task(): i for h, i in executor.schedule.last_use_index.items()}
-    return [handle.task() for handle in executor.schedule.tasks], last
+from merging import Twins, changed_copy, config, merged, schedule, scrambled, weights
 
 
 def merges(tasks):

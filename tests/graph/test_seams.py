@@ -10,6 +10,7 @@ import torch
 from mergekit.architecture import WeightInfo
 from mergekit.common import ImmutableMap, ModelReference
 from mergekit.config import MergeConfiguration
+from mergekit.evo.genome import METHOD_PARAM_MAPS, ModelGenome
 from mergekit.io.tasks import LoadTensor
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
@@ -44,7 +45,7 @@ def test_configurations_are_read_through_model_validate():
 
 def test_merge_binds_the_planner_class_at_import_so_methods_are_patched_on_it():
     assert mergekit.merge.MergePlanner is MergePlanner
-    for name in ("plan_layer", "_plan", "plan_to_disk"):
+    for name in ("plan_layer", "_plan", "plan_to_disk", "plan_in_memory"):
         assert getattr(MergePlanner, name)._mergekit_rotation
 
 
@@ -99,6 +100,11 @@ def test_conversions_are_told_by_name():
     assert list(inspect.signature(conversion._iter_transform_matches).parameters) == expected
     expected = ["renamed_key", "target_patterns"]
     assert list(inspect.signature(conversion._expanded_target_keys).parameters) == expected
+
+
+def test_genomes_compare_the_names_of_plain_methods():
+    source = inspect.getsource(ModelGenome.genotype_merge_config.__wrapped__)
+    assert 'self.definition.merge_method == "slerp"' in source
 
 
 def test_stock_models_are_an_unordered_set():
@@ -179,7 +185,8 @@ def test_parameters_of_ours_never_reach_a_kernel():
 
 
 @pytest.mark.parametrize(
-    "seam", sorted({"register_methods", "read_config", "plan_alignment", "guard_merge"})
+    "seam",
+    ["guard_merge", "name_genomes", "plan_alignment", "read_config", "register_methods"],
 )
 def test_completing_a_module_again_changes_nothing(seam):
     before = (
@@ -188,6 +195,8 @@ def test_completing_a_module_again_changes_nothing(seam):
         MergePlanner.plan_layer,
         mergekit.merge.run_merge,
         mergekit.merge.get_architecture_info,
+        ModelGenome.genotype_merge_config,
+        dict(METHOD_PARAM_MAPS),
     )
     getattr(seams, seam)()
     after = (
@@ -196,6 +205,8 @@ def test_completing_a_module_again_changes_nothing(seam):
         MergePlanner.plan_layer,
         mergekit.merge.run_merge,
         mergekit.merge.get_architecture_info,
+        ModelGenome.genotype_merge_config,
+        dict(METHOD_PARAM_MAPS),
     )
     assert before == after
 

@@ -6,15 +6,27 @@ from pathlib import Path
 
 import pytest
 import torch
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
+from mergekit.graph import Executor
 
 import scramble
 import scramble_stream
 import tiny
 from mergekit_rotation.architecture import all_families, find_family
 from mergekit_rotation.proof import Subject
-from merging import QUIET, Twins, changed_copy, command, config, merge, merged, weights, write
+from merging import (
+    QUIET,
+    Twins,
+    changed_copy,
+    command,
+    config,
+    merge,
+    merged,
+    planner,
+    same,
+    save_tokenizer,
+    weights,
+    write,
+)
 
 ROTATING = {f.family for f in all_families() if "orthogonal" in f.stream.maps}
 SCRAMBLED = [name for name, case in tiny.FAMILIES.items() if case.family in scramble.NAMES]
@@ -142,6 +154,16 @@ def test_tied_and_untied_embeddings(case, kind, tied, tmp_path):
     stays_tied = tied and kind == "permutation"
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] == stays_tied
     assert ("lm_head.weight" in weights(out)) == (not stays_tied)
+
+
+def test_tied_models_are_untied_in_memory_too(tmp_path):
+    pair = Pair(tmp_path, "llama", "orthogonal", tie_word_embeddings=True)
+    plan = planner(pair.config())
+    tasks = Executor(plan.plan_in_memory()).run(quiet=True)
+    found = {task.weight_info.name: x for task, x in tasks}
+    assert "lm_head.weight" in found and not plan.out_model_config.tie_word_embeddings
+    expected = weights(merged(pair.config(), tmp_path / "out"))
+    assert same(dict(sorted(found.items())), dict(sorted(expected.items())))
 
 
 def test_a_tied_twin_is_untied_only_when_it_is_rotated(tmp_path):
@@ -338,9 +360,7 @@ def with_tokenizers(pair):
 
     other = changed_copy(pair.twin, pair.folder / "other", reordered)
     for folder, ids in ((pair.reference, torch.arange(tiny.VOCABULARY)), (other, order)):
-        vocabulary = {f"t{int(token)}": row for row, token in enumerate(ids)}
-        model = models.WordLevel(vocabulary, unk_token="t0")  # no password
-        PreTrainedTokenizerFast(tokenizer_object=Tokenizer(model)).save_pretrained(folder)
+        save_tokenizer(folder, [f"t{int(token)}" for token in ids])
     return other, order
 
 
@@ -459,10 +479,6 @@ def test_a_frankenmerge_is_reproduced_from_its_file(tmp_path):
     second = weights(merged(frankenmerge(pair, align_load=file), tmp_path / "second"))
     assert same(first, second)
     assert pair.distance(tmp_path / "second") < 1e-3
-
-
-def same(first, second):
-    return list(first) == list(second) and all(torch.equal(first[n], second[n]) for n in first)
 
 
 def test_a_transformation_of_other_weights_is_refused_unless_unchecked(tmp_path):
