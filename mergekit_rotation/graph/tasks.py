@@ -13,6 +13,7 @@ from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.checkpoints import FLOATING
 from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.motion import motions
 from mergekit_rotation.symmetry import Transformation, all_finite, full_precision, working_dtype
 
 
@@ -70,6 +71,7 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
 
     spec: BlockSpec
     layer: str
+    layers: tuple[int, int]
     label: str | None
     legs: tuple[Leg, ...]
 
@@ -106,6 +108,10 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             seconds=time.perf_counter() - start,
             condition=run.condition(transformation),
             scaled=not same and self.spec.scaled_apart(reference, other, after, scale),
+            other_before=sum(_square(x) for name, x in other.items() if name in reference),
+            other_after=sum(_square(x) for name, x in moved.items() if name in reference),
+            layers=self.layers,
+            motions=motions(transformation, self.spec.orders()),
         )
         run.current().record(record)
         return moved
@@ -159,6 +165,10 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
                 after += change if same else float((fixed - image.to(work)).square().sum())
             moved[leg.name] = image.to(dtype_from_name(leg.dtype) or tensor.dtype)
         return moved, before, after, scale
+
+
+def _square(tensor: torch.Tensor) -> float:
+    return float(tensor.to(working_dtype(tensor.dtype)).square().sum())
 
 
 def check_shape(tensor: torch.Tensor, load: LoadTensor, expected: tuple[int, ...]) -> None:
