@@ -8,9 +8,7 @@ from pathlib import Path
 import click
 
 from mergekit_rotation import startup
-from mergekit_rotation.graph.seams import TESTED
-
-_MISSING = f"mergekit is not installed; pip install mergekit=={TESTED}."
+from mergekit_rotation.insight.commands import MISSING, compare
 
 
 class _Commands(click.Group):
@@ -28,7 +26,7 @@ class _Commands(click.Group):
         except ModuleNotFoundError as problem:
             if problem.name != "mergekit":
                 raise
-            raise click.ClickException(_MISSING) from None
+            raise click.ClickException(MISSING) from None
         return merge
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
@@ -47,6 +45,9 @@ def main() -> None:
     Use `rotation_<method>` in the YAML of a plain `mergekit-yaml`. `yaml` is the same command for
     places where start-up hooks do not run; `doctor` tells whether they do.
     """
+
+
+main.add_command(compare)
 
 
 @main.command()
@@ -136,7 +137,7 @@ def _advice(hooked: bool) -> str | None:
     if os.environ.get("MERGEKIT_ROTATION_DISABLE", "0") not in ("", "0"):
         return "MERGEKIT_ROTATION_DISABLE is set; unset it."
     if _version("mergekit") == "not installed":
-        return _MISSING
+        return MISSING
     if not hooked and _hook_file() is None:
         return (
             "the start-up hook is missing; reinstall mergekit-rotation with pip, or run "

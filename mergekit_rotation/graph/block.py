@@ -79,6 +79,19 @@ class BlockSpec(BaseModel):
             return self.use_neurons
         return self.use_query_key or self.use_value_output or self.use_heads
 
+    def orders(self) -> dict[str, tuple[int, int]]:
+        """Return the axes that may be reordered: how often each stands there, and its size."""
+        sizes = dict(self.sizes)
+        if self.expert_groups:
+            switches = {"x": self.use_experts, "f": self.use_neurons}
+        elif self.query_key is None:
+            switches = {"f": self.use_neurons}
+        else:
+            switches = {"kv": self.use_heads, "g": self.use_heads}
+        times = {"g": sizes.get("kv", 1)} | ({"f": sizes["x"]} if self.expert_groups else {})
+        axes = (axis for axis, on in switches.items() if on and sizes.get(axis, 1) > 1)
+        return {axis: (times.get(axis, 1), sizes[axis]) for axis in axes}
+
     def pattern(self, name: str) -> Pattern:
         """Return the pattern of a leg."""
         return Pattern.parse(dict(self.patterns)[name])
@@ -130,7 +143,7 @@ class BlockSpec(BaseModel):
             return ()
         find: Callable[[Tensors, Tensors], Transformation]
         try:
-            reference, other = self._all_seen(reference), self._all_seen(other)
+            reference, other = self._legs(reference), self._legs(other)
             layout = self.layout()
             if isinstance(layout, AttentionLayout):
                 layout = self._used_heads(layout)
@@ -152,9 +165,6 @@ class BlockSpec(BaseModel):
             return find(reference, other)
         except SymmetryError as problem:
             raise RotationError(f"{where}: {problem}; the model is damaged") from problem
-
-    def _all_seen(self, tensors: Tensors) -> Tensors:
-        return {name: self.seen(name, x) for name, x in tensors.items()}
 
     def _used_heads(self, layout: AttentionLayout) -> AttentionLayout:
         """Return a layout with only the groups that are switched on."""
@@ -180,16 +190,17 @@ class BlockSpec(BaseModel):
         """
         if self.use_scale or not (self.use_neurons and self.use_query_key):
             return False
-        legs = {name for name, _ in self.patterns}
-        reference, other = (
-            {n: self.seen(n, side[n]) for n in legs if n in side} for side in (reference, other)
-        )
+        reference, other = self._legs(reference), self._legs(other)
         layout = self.layout()
         eps = max(torch.finfo(x.dtype).eps for x in (*reference.values(), *other.values()))
         n = max(layout.sizes.get("qk", 1), layout.sizes.get("vo", 1))
         if after <= (8 * eps) ** 2 * n * scale:
             return False
         return same_products(reference, other, layout)
+
+    def _legs(self, side: Tensors) -> dict[str, torch.Tensor]:
+        """Return what is seen of the legs among some tensors; norms may be read with them."""
+        return {name: self.seen(name, side[name]) for name, _ in self.patterns if name in side}
 
     def move_legs(
         self, transformation: Transformation, tensors: Tensors

@@ -60,6 +60,11 @@ def check_same_layout(
                 f"in the reference {reference.model}, and layers of different shape cannot be "
                 "aligned; remove the model"
             )
+    if len(ours.blocks) != len(theirs.blocks):
+        raise Unsupported(
+            f"{other.model}: a layer of {other.model_class} has other parts than one of "
+            f"{reference.model_class}, the class of the reference {reference.model}; remove it"
+        )
     for a, b in zip(ours.blocks, theirs.blocks, strict=True):
         if a.layout != b.layout:
             raise Unsupported(

@@ -84,7 +84,7 @@ class Rewriter:
         own = self.output.tensors(model)
         index = None if layer is None else layer.indices[model]
         pair = OUTER if layer is None else self._pair(layer, model)
-        move = self._move(template, pair, own, transformation)
+        move = self.move(template, pair, own, transformation)
         if move is None and use.task_base is None:
             return None
         if move is None:
@@ -106,7 +106,7 @@ class Rewriter:
             **more,
         )
 
-    def _move(
+    def move(
         self,
         template: str,
         pair: tuple[int, int] | None,

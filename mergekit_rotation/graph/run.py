@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.motion import Motion
 from mergekit_rotation.symmetry import Linear, Scale, Sign, Transformation
 
 LOG = logging.getLogger(__name__)
@@ -47,6 +48,12 @@ class Record:
         Largest condition number of what was applied.
     scaled : bool
         Whether the block still differs, but only by what ``align_scale`` would undo.
+    other_before, other_after : float
+        Squared Frobenius norms of the other model's block.
+    layers : (int, int)
+        The layer of the reference, and that of the other model.
+    motions : tuple of Motion
+        How far what was applied moves each axis.
     """
 
     model: str
@@ -60,6 +67,56 @@ class Record:
     seconds: float
     condition: float = 1.0
     scaled: bool = False
+    other_before: float = 0.0
+    other_after: float = 0.0
+    layers: tuple[int, int] = (0, 0)
+    motions: tuple[Motion, ...] = ()
+
+
+@dataclass(frozen=True)
+class StreamRecord:
+    """Which map of the residual stream was tried for a model, and what it is worth.
+
+    Attributes
+    ----------
+    model : str
+    kind : str
+        ``permutation`` or ``orthogonal``.
+    taken : int
+        Which round's map is applied; 0 if none is.
+    rounds : int
+        How many rounds were asked for.
+    without : float
+        Root mean square, over all tensors as the function sees them, of the relative distance to
+        the reference without a map.
+    best : float, optional
+        The same with the best map; None where the streams were equal from the start.
+    motion : Motion, optional
+        Of the map that is applied.
+    """
+
+    model: str
+    kind: str
+    taken: int = 0
+    rounds: int = 1
+    without: float = 0.0
+    best: float | None = None
+    motion: Motion | None = None
+
+    def __str__(self) -> str:
+        if self.best is None:
+            return "residual stream equal to the reference's"
+        if not self.taken:
+            return (
+                f"residual stream left as it is (relative distance of all tensors "
+                f"{self.without:.4g}, {self.best:.4g} with the best {self.kind} map)"
+            )
+        article = {"permutation": "a", "orthogonal": "an"}[self.kind]
+        which = f", round {self.taken} of {self.rounds}" if self.rounds > 1 else ""
+        return (
+            f"residual stream moved by {article} {self.kind} map{which} (relative distance "
+            f"of all tensors {self.without:.4g} without, {self.best:.4g} with it)"
+        )
 
 
 @dataclass
@@ -68,6 +125,7 @@ class Run:
 
     out_path: str | None = None
     records: list[Record] = field(default_factory=list)
+    streams: dict[str, StreamRecord] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
     writer: Any = None
     _begun: bool = False
@@ -87,6 +145,11 @@ class Run:
             )
             self.note(entry.model, text)
             LOG.warning("%s: %s", entry.model, text)
+
+    def record_stream(self, entry: StreamRecord) -> None:
+        """Add what was done to the residual stream of a model, and a remark on it."""
+        self.streams[entry.model] = entry
+        self.note(entry.model, str(entry))
 
     def note(self, model: str, text: str) -> None:
         """Add a remark on a model to the summary."""

@@ -14,6 +14,7 @@ from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.candidates import Candidate, Judge
 from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.motion import motions, stream_motion
 from mergekit_rotation.graph.moving import ROWS
 from mergekit_rotation.graph.reading import ModelTensors
 from mergekit_rotation.graph.sides import OUTER, LayerPair, Sides
@@ -268,6 +269,10 @@ class ModelSolver:
                     seconds=time.perf_counter() - start,
                     condition=run.condition(transformation),
                     scaled=spec.scaled_apart(goal, inside, after, scale),
+                    other_before=sum(float(y.square().sum()) for _, y, _ in seen),
+                    other_after=sum(float(z.square().sum()) for _, _, z in seen),
+                    layers=pair.indices,
+                    motions=motions(transformation, spec.orders()),
                 )
             )
 
@@ -341,26 +346,22 @@ class ModelSolver:
             this.record(record)
         if self.residual == "none":
             return
-        plain = candidates[0].relative()
+        model = str(self.other.model)
         if len(candidates) == 1:
-            this.note(str(self.other.model), "residual stream equal to the reference's")
+            this.record_stream(run.StreamRecord(model, self.residual))
             return
-        tried = min(c.relative() for c in candidates[1:])
-        if best.stream is None:
-            text = (
-                f"residual stream left as it is (relative distance of all tensors {plain:.4g}, "
-                f"{tried:.4g} with the best {self.residual} map)"
+        taken = 0 if best.stream is None else candidates.index(best)
+        this.record_stream(
+            run.StreamRecord(
+                model,
+                self.residual,
+                taken,
+                self.rounds,
+                without=candidates[0].relative(),
+                best=(best if taken else min(candidates[1:], key=Candidate.relative)).relative(),
+                motion=None if best.stream is None else stream_motion(best.stream),
             )
-        else:
-            which = f", round {candidates.index(best)} of {self.rounds}" if self.rounds > 1 else ""
-            text = (
-                f"residual stream moved by {_ARTICLE[self.residual]} map{which} (relative distance "
-                f"of all tensors {plain:.4g} without, {best.relative():.4g} with it)"
-            )
-        this.note(str(self.other.model), text)
-
-
-_ARTICLE = {"permutation": "a permutation", "orthogonal": "an orthogonal"}
+        )
 
 
 def _squares(

@@ -49,6 +49,8 @@ class WholeModels:
         self.settings = settings
         self.context = output.context
         self.reference = output.reference
+        #: what was solved, once it is
+        self.rewriter: Rewriter | None = None
 
     def finish(self, planned: list[tuple[WeightInfo, Any]]) -> list[tuple[WeightInfo, Any]]:
         """Solve, and return the planned tensors with their inputs moved.
@@ -79,6 +81,7 @@ class WholeModels:
         rewriter = Rewriter(
             self.output, self.settings, replace(solution, templates=self._templates(planned))
         )
+        self.rewriter = rewriter
         return [
             (weight, rewriter.rewrite(weight, task))
             if isinstance(task, ExecuteMergeMethodTask)

@@ -1,4 +1,4 @@
-"""Dependencies point one way: symmetry <- architecture <- graph <- command line."""
+"""Dependencies point one way: symmetry <- architecture <- graph <- insight <- command line."""
 
 import ast
 import re
@@ -25,12 +25,20 @@ ALLOWED = {
     "architecture": {"pydantic", f"{PACKAGE}.symmetry"},
     "proof": {"torch", "transformers", f"{PACKAGE}.symmetry", f"{PACKAGE}.architecture"},
     "graph": {None, f"{PACKAGE}.symmetry", f"{PACKAGE}.architecture"},
+    "insight": {
+        None,
+        f"{PACKAGE}.startup",
+        f"{PACKAGE}.symmetry",
+        f"{PACKAGE}.architecture",
+        f"{PACKAGE}.graph",
+        f"{PACKAGE}.proof",
+    },
     "startup": {f"{PACKAGE}.graph.seams"},
     "cli": {None, PACKAGE},
     "__main__": {f"{PACKAGE}.cli"},
     PACKAGE: set(),
 }
-MAY_IMPORT_MERGEKIT = {"graph", "cli"}
+MAY_IMPORT_MERGEKIT = {"graph", "insight", "cli"}
 
 
 def part(module: str) -> str:

@@ -1,0 +1,120 @@
+"""The commands that compare, verify and align models; what they need is imported when they run."""
+
+import functools
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import click
+
+from mergekit_rotation import startup
+from mergekit_rotation.graph.seams import TESTED
+
+MISSING = f"mergekit is not installed; pip install mergekit=={TESTED}."
+
+
+def _options(function: Callable[..., None]) -> Callable[..., None]:
+    """Add the options of every command here, and show errors as one sentence."""
+
+    @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+    @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with a model.")
+    @click.option("--verbose", is_flag=True, help="Show warnings, and where an error comes from.")
+    @click.option("--quiet", is_flag=True, help="No progress bars.")
+    @functools.wraps(function)
+    def command(
+        device: str, trust_remote_code: bool, verbose: bool, quiet: bool, **given: Any
+    ) -> None:
+        try:
+            options = _prepared(device, trust_remote_code, verbose, quiet)
+            function(options=options, **given)
+        except (click.ClickException, click.exceptions.Exit):
+            if verbose:
+                logging.getLogger(__name__).info("", exc_info=True)
+            raise
+        except Exception as problem:
+            if verbose:
+                raise
+            lines = str(problem).strip().splitlines() or [type(problem).__name__]
+            raise click.ClickException(f"{lines[0]} (--verbose shows where)") from problem
+
+    return command
+
+
+def _prepared(device: str, trust_remote_code: bool, verbose: bool, quiet: bool) -> Any:
+    """Import mergekit with our methods in it, and return its options."""
+    startup.install()
+    try:
+        from mergekit.options import MergeOptions
+    except ModuleNotFoundError as problem:
+        if problem.name != "mergekit":
+            raise
+        raise click.ClickException(MISSING) from None
+    import torch
+    import transformers
+
+    level = logging.INFO if verbose else logging.ERROR
+    logging.basicConfig(level=level)
+    for name in ("mergekit", "mergekit_rotation"):
+        logging.getLogger(name).setLevel(level)
+    transformers.logging.set_verbosity(level)
+    try:
+        torch.empty(0, device=device)
+    except Exception:
+        raise click.ClickException(f"the device {device} cannot be used; try cpu") from None
+    return MergeOptions(
+        device=device, trust_remote_code=trust_remote_code, quiet=quiet, copy_tokenizer=True
+    )
+
+
+def _write(path: Path | None, data: Any) -> None:
+    """Write JSON for machines, if a file for it is named."""
+    if path is not None:
+        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
+
+
+_JSON = click.option(
+    "--json",
+    "json_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    help="Write the result to this file, for machines.",
+)
+
+
+@click.command()
+@click.argument("models", nargs=-1, required=True, metavar="A B [C ...]")
+@_JSON
+@click.option("--scale", is_flag=True, help="Also undo scalings, as align_scale does.")
+@_options
+def compare(models: tuple[str, ...], json_file: Path | None, scale: bool, options: Any) -> None:
+    r"""Tell how two models, or more, are related.
+
+    In every pair the second model is aligned to the first: heads, neurons, experts and, where their
+    family allows it, the residual stream. No model is written. The verdict is one of
+
+    \b
+      same-coordinates  merge them as they are
+      same-function     (nearly) the same function in other coordinates: rotation_* methods
+      related           parts are shared, or an ancestor far back
+      unrelated         only align_residual has a chance, and training after it
+
+    Distances are relative Frobenius norms over all tensors that both models store, |A - B| / |A|,
+    as they are and once B is aligned.
+
+    The JSON of a pair has at the top level: schema, reference, model, verdict, evidence (numbers
+    and thresholds), reason (why shapes do not fit), distance_before, distance_after,
+    cosine_before, cosine_after, stream, layers (one entry per layer, with its blocks), outside
+    (embeddings, head), left_out, notes. With more models: models, matrix (by name of the number),
+    pairs (a list of the above).
+    """
+    if len(models) < 2:
+        raise click.UsageError("name at least two models")
+    if len(set(models)) < len(models):
+        raise click.UsageError("a model is named twice")
+    from mergekit_rotation.insight.compared import Comparison
+    from mergekit_rotation.insight.tables import show_comparison
+
+    comparison = Comparison.of(models, options, scale)
+    _write(json_file, comparison.data())
+    show_comparison(comparison)
