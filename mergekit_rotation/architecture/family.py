@@ -130,6 +130,14 @@ class AttentionData(_Data):
     folded: Mapping[str, str] = {}
     tensors: Mapping[str, str]
 
+    @model_validator(mode="after")
+    def _know_free_biases(self) -> "AttentionData":
+        """Refuse free biases that are no tensors of the block."""
+        strangers = {*self.shifted, *self.folded} - {n.removesuffix("?") for n in self.tensors}
+        if strangers:
+            raise ValueError(f"shifted or folded {sorted(strangers)} are no tensors")
+        return self
+
     def build(
         self, config: object, sizes: Mapping[str, int], layer: int, alternative: bool
     ) -> Block:

@@ -9,7 +9,14 @@ import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
 from mergekit_rotation.architecture import LAYER, Block, Family, LayoutError, grouped
-from mergekit_rotation.proof.elements import CONDITION, PARTS, element, layer_count, scaling
+from mergekit_rotation.proof.elements import (
+    CONDITION,
+    PARTS,
+    element,
+    layer_count,
+    scaling,
+    shifted,
+)
 from mergekit_rotation.proof.errors import ProofError
 from mergekit_rotation.proof.models import (
     build,
@@ -219,6 +226,9 @@ def _block_rows(subject: Subject) -> Iterator[Row]:
         if any(scaling(block, index, (part,)) for block, index in _present(subject)):
             state = subject.moved(partial(scaling, parts=(part,)))
             yield Row(what, subject.difference(state), subject.tolerance(CONDITION))
+    state = shifted(subject.state, subject.config, subject.family, 0)
+    if any(not torch.equal(x, subject.state[name]) for name, x in state.items()):
+        yield Row("free biases", subject.difference(state), subject.tolerance(CONDITION))
 
 
 def _stream_rows(subject: Subject) -> Iterator[Row]:

@@ -103,7 +103,7 @@ def test_a_leg_that_is_left_out():
     wrong = data("llama")
     name = "model.layers.${layer_index}.self_attn.v_proj.bias?"
     wrong["stream"]["tensors"][name] = "n"
-    del wrong["attention"]["tensors"][name]
+    del wrong["attention"]["tensors"][name], wrong["attention"]["folded"]
     (report,) = only(wrong)
     assert fails(report) == {
         "order of heads",
@@ -133,7 +133,20 @@ def test_an_exponent_that_is_wrong(name, right, wrong, row):
     text = json.dumps(data(name))
     assert right in text
     (report,) = only(json.loads(text.replace(right, wrong)))
-    assert fails(report) == {row}
+    # How the bias of values is folded is read off the same exponents.
+    assert fails(report) - {"free biases"} == {row}
+
+
+def test_biases_that_are_not_free():
+    """Weights of a softmax with sinks do not add up to one."""
+    wrong = data("gpt_oss")
+    attention = "model.layers.${layer_index}.self_attn."
+    wrong["attention"]["folded"] = {attention + "v_proj.bias": attention + "o_proj.bias"}
+    (report,) = only(wrong)
+    assert fails(report) == {"free biases"}
+    wrong["attention"]["folded"] = {"v_proj.bias": attention + "o_proj.bias"}
+    with pytest.raises(ValueError, match="are no tensors"):
+        Family.model_validate(wrong)
 
 
 def test_experts_of_a_router_with_groups():
