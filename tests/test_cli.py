@@ -189,7 +189,12 @@ def test_help_and_version_need_no_mergekit(lonely: Environment) -> None:
     """``yaml`` is listed, and explained, without importing mergekit."""
     result = must(command(lonely, "--help"))
     listed = [line.split() for line in result.stdout.split("Commands:")[1].splitlines()]
-    assert {words[0] for words in listed if words} == {"check-architecture", "doctor", "yaml"}
+    assert {words[0] for words in listed if words} == {
+        "check-architecture",
+        "compare",
+        "doctor",
+        "yaml",
+    }
     assert all(len(words) > 3 for words in listed if words)
     assert "0.1" in must(command(lonely, "--version")).stdout
     assert must(lonely.python("-m", "mergekit_rotation", "--help", cwd=lonely.folder)).stdout == (
