@@ -2,8 +2,9 @@
 
 Distances are a poor sign: two far forks of one model are as far apart as strangers. Whether the
 neurons of the two stand in the same places is a good one, and so is how similar heads and neurons
-are once they have been matched. The thresholds lie half-way between the kinds of pairs among the
-Llama models of ``python benchmarks/verdict``, which prints how often they err on others.
+are once they have been matched. The thresholds lie half-way between the kinds of pairs of
+``python benchmarks/verdict``, which prints how often they err, and how often those err that are
+derived without an architecture on the pairs of this architecture.
 """
 
 from dataclasses import asdict, dataclass
@@ -61,7 +62,7 @@ class Thresholds:
     related: float
 
 
-THRESHOLDS = Thresholds(in_place=0.5, gain=0.5, same=0.84, related=0.47)
+THRESHOLDS = Thresholds(in_place=0.48, gain=0.5, same=0.86, related=0.47)
 
 
 def judge(evidence: Evidence, thresholds: Thresholds = THRESHOLDS) -> str:
