@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from mergekit_rotation import startup
-from mergekit_rotation.insight.commands import MISSING, compare
+from mergekit_rotation.insight.commands import MISSING, compare, mergekit_with_methods
 
 
 class _Commands(click.Group):
@@ -20,13 +20,8 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name != "yaml":
             return super().get_command(ctx, cmd_name)
-        startup.install()
-        try:
+        with mergekit_with_methods():
             from mergekit.scripts.run_yaml import main as merge
-        except ModuleNotFoundError as problem:
-            if problem.name != "mergekit":
-                raise
-            raise click.ClickException(MISSING) from None
         return merge
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:

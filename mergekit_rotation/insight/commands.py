@@ -3,7 +3,8 @@
 import functools
 import json
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,18 @@ from mergekit_rotation import startup
 from mergekit_rotation.graph.seams import TESTED
 
 MISSING = f"mergekit is not installed; pip install mergekit=={TESTED}."
+
+
+@contextmanager
+def mergekit_with_methods() -> Iterator[None]:
+    """Import what is mergekit's, with our methods in it; say so if it is not installed."""
+    startup.install()
+    try:
+        yield
+    except ModuleNotFoundError as problem:
+        if problem.name != "mergekit":
+            raise
+        raise click.ClickException(MISSING) from None
 
 
 def _options(function: Callable[..., None]) -> Callable[..., None]:
@@ -44,13 +57,8 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
 
 def _prepared(device: str, trust_remote_code: bool, verbose: bool, quiet: bool) -> Any:
     """Import mergekit with our methods in it, and return its options."""
-    startup.install()
-    try:
+    with mergekit_with_methods():
         from mergekit.options import MergeOptions
-    except ModuleNotFoundError as problem:
-        if problem.name != "mergekit":
-            raise
-        raise click.ClickException(MISSING) from None
     import torch
     import transformers
 
