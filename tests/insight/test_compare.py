@@ -2,6 +2,7 @@
 
 import copy
 import json
+import logging
 import math
 import weakref
 from pathlib import Path
@@ -72,6 +73,22 @@ def tolerance(folder):
     return n * torch.finfo(torch.float32).eps
 
 
+@pytest.fixture(autouse=True)
+def log_levels():
+    """The command sets them for its process, which here is that of other tests, too."""
+    loggers = [logging.getLogger(name) for name in ("mergekit", "mergekit_rotation")]
+    before = [logger.level for logger in loggers]
+    yield
+    for logger, level in zip(loggers, before, strict=True):
+        logger.setLevel(level)
+
+
+def aligned(other, reference, residual, out):
+    """Move a model to another's coordinates by a merge."""
+    parameters = {"align_reference": str(reference), "align_residual": residual}
+    return merged(config("rotation_align", [other], weight=None, parameters=parameters), out)
+
+
 # -- numbers --------------------------------------------------------------------------------------
 
 
@@ -80,15 +97,7 @@ def test_distances_are_those_of_the_stored_tensors_and_of_the_aligned_model(case
     twins = Twins(case, tmp_path)
     other = noisy(twins.others[0], tmp_path / "other", 0.05)
     data, _ = compared(tmp_path, twins.reference, other)
-    moved = merged(
-        config(
-            "rotation_align",
-            [other],
-            weight=None,
-            parameters={"align_reference": str(twins.reference), "align_residual": "none"},
-        ),
-        tmp_path / "moved",
-    )
+    moved = aligned(other, twins.reference, "none", tmp_path / "moved")
     assert data["stream"] is None or data["stream"]["map"] is None
     near = tolerance(twins.reference)
     assert data["distance_before"] == pytest.approx(distance(twins.reference, other), rel=near)
@@ -113,15 +122,7 @@ def test_a_moved_stream_is_measured_in_the_coordinates_of_the_aligned_model(tmp_
     file = other / "config.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": False}))
     data, _ = compared(tmp_path, twins.reference, other)
-    moved = merged(
-        config(
-            "rotation_align",
-            [other],
-            weight=None,
-            parameters={"align_reference": str(twins.reference), "align_residual": "orthogonal"},
-        ),
-        tmp_path / "moved",
-    )
+    moved = aligned(other, twins.reference, "orthogonal", tmp_path / "moved")
     assert data["stream"]["map"] == "orthogonal" and data["stream"]["explained"] > 0.9
     assert data["verdict"] == "same-function"
     near = tolerance(twins.reference)
