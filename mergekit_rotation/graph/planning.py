@@ -134,9 +134,9 @@ class Alignment:
     # -- details ------------------------------------------------------------------------------
 
     def _check_depth(self, source: InputSliceDefinition, index: int, module_name: str) -> None:
-        arch = self.planner._model_arch(source.model).get_module(module_name)
+        module = self.planner.arch_info.modules[module_name]
         try:
-            depth = arch.num_layers()
+            depth = module.architecture.num_layers(self.context.checkpoint(source.model).config)
         except RuntimeError:  # the depth is not where mergekit looks for it
             return
         if index >= depth:
