@@ -106,7 +106,6 @@ class LayerPlan:
             task = AlignBlock(
                 spec=spec,
                 layer=f"{self.module}.{self.index}",
-                layers=layers,
                 label=min(self._label(leg.name) for leg in legs),
                 legs=legs,
             )

@@ -48,15 +48,6 @@ class Sums:
         pairs = ((a, a), (b, b), (c, c), (a - b, a - b), (a - c, a - c), (a, b), (a, c))
         return cls(*(float(torch.dot(left, right)) for left, right in pairs))
 
-    @classmethod
-    def of_record(cls, record: Record) -> "Sums":
-        """Return the sums over one block that was solved."""
-        reference, before, after = record.scale, record.other_before, record.other_after
-        inner = (
-            (reference + y - d) / 2 for y, d in ((before, record.before), (after, record.after))
-        )
-        return cls(reference, before, after, record.before, record.after, *inner)
-
     @property
     def gain(self) -> float:
         """Share of the squared distance that alignment took away."""
@@ -104,15 +95,15 @@ class Part:
     condition: float = 1.0
 
     @classmethod
-    def of_record(cls, record: Record, sums: Sums | None = None) -> "Part":
-        """Return what was recorded of a block, with sums over its stored tensors if given."""
+    def of_record(cls, record: Record, sums: Sums) -> "Part":
+        """Return what was recorded of a block, with sums over its stored tensors."""
         return cls(
             record.layer,
             record.layers,
             record.block,
-            sums or Sums.of_record(record),
+            sums,
             record.moved,
-            record.motions,
+            record.motions(),
             record.condition,
         )
 

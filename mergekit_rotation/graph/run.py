@@ -9,14 +9,16 @@ import logging
 import os
 import threading
 from collections import Counter
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any
 
 import torch
 
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.motion import Motion
-from mergekit_rotation.symmetry import Linear, Scale, Sign, Transformation
+from mergekit_rotation.graph.motion import Motion, motions, stream_motion
+from mergekit_rotation.symmetry import Linear, Scale, Sign, StreamMap, Transformation
 
 LOG = logging.getLogger(__name__)
 
@@ -48,12 +50,12 @@ class Record:
         Largest condition number of what was applied.
     scaled : bool
         Whether the block still differs, but only by what ``align_scale`` would undo.
-    other_before, other_after : float
-        Squared Frobenius norms of the other model's block.
     layers : (int, int)
-        The layer of the reference, and that of the other model.
-    motions : tuple of Motion
-        How far what was applied moves each axis.
+        The layer of the reference, and that of the other model, where whole models are solved.
+    applied : Transformation
+        What was applied there.
+    orders : mapping of axis to (times, size)
+        What may be reordered, see `motions`.
     """
 
     model: str
@@ -67,10 +69,13 @@ class Record:
     seconds: float
     condition: float = 1.0
     scaled: bool = False
-    other_before: float = 0.0
-    other_after: float = 0.0
     layers: tuple[int, int] = (0, 0)
-    motions: tuple[Motion, ...] = ()
+    applied: Transformation = field(default=(), compare=False, repr=False)
+    orders: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+
+    def motions(self) -> tuple[Motion, ...]:
+        """Describe how far what was applied moves each axis."""
+        return motions(self.applied, self.orders)
 
 
 @dataclass(frozen=True)
@@ -91,8 +96,8 @@ class StreamRecord:
         the reference without a map.
     best : float, optional
         The same with the best map; None where the streams were equal from the start.
-    motion : Motion, optional
-        Of the map that is applied.
+    stream : StreamMap, optional
+        The map that is applied.
     """
 
     model: str
@@ -101,7 +106,12 @@ class StreamRecord:
     rounds: int = 1
     without: float = 0.0
     best: float | None = None
-    motion: Motion | None = None
+    stream: StreamMap | None = field(default=None, compare=False, repr=False)
+
+    @cached_property
+    def motion(self) -> Motion | None:
+        """How far the map that is applied moves the stream; takes an eigenvalue decomposition."""
+        return None if self.stream is None else stream_motion(self.stream)
 
     def __str__(self) -> str:
         if self.best is None:

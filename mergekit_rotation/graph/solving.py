@@ -14,7 +14,6 @@ from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.candidates import Candidate, Judge
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.motion import motions, stream_motion
 from mergekit_rotation.graph.moving import ROWS
 from mergekit_rotation.graph.reading import ModelTensors
 from mergekit_rotation.graph.sides import OUTER, LayerPair, Sides
@@ -238,15 +237,11 @@ class ModelSolver:
         transformation = self._solve_block(pair, names, spec, goal, inside)
         for attempt in (transformation, ()):
             moved = spec.move_legs(attempt, inside) if spec is not None else inside
-            seen = [
-                [
-                    side[n] if spec is None else spec.seen(n, side[n])
-                    for side in (goal, before, moved)
-                ]
+            squares = [
+                _squares(*(_seen(spec, n, side[n]) for side in (goal, before, moved)))
                 for n in names
                 if n in goal
             ]
-            squares = [_squares(*sides) for sides in seen]
             columns = zip(*squares, strict=True) if squares else ((), (), ())
             distance, after, scale = (sum(column) for column in columns)
             transformation = attempt
@@ -269,10 +264,9 @@ class ModelSolver:
                     seconds=time.perf_counter() - start,
                     condition=run.condition(transformation),
                     scaled=spec.scaled_apart(goal, inside, after, scale),
-                    other_before=sum(float(y.square().sum()) for _, y, _ in seen),
-                    other_after=sum(float(z.square().sum()) for _, _, z in seen),
                     layers=pair.indices,
-                    motions=motions(transformation, spec.orders()),
+                    applied=transformation,
+                    orders=spec.orders(),
                 )
             )
 
@@ -311,9 +305,7 @@ class ModelSolver:
         for name in names:
             if name not in fixed:  # a norm, which its readers stand for
                 continue
-            x, y = fixed[name], images[name]
-            if spec is not None:
-                x, y = spec.seen(name, x), spec.seen(name, y)
+            x, y = (_seen(spec, name, side[name]) for side in (fixed, images))
             distance = float((x - y).square().sum())
             if candidate.stream is None:
                 distance += averaged_apart(name, reference, moved, self.layout)
@@ -359,9 +351,13 @@ class ModelSolver:
                 self.rounds,
                 without=candidates[0].relative(),
                 best=(best if taken else min(candidates[1:], key=Candidate.relative)).relative(),
-                motion=None if best.stream is None else stream_motion(best.stream),
+                stream=best.stream,
             )
         )
+
+
+def _seen(spec: BlockSpec | None, name: str, tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if spec is None else spec.seen(name, tensor)
 
 
 def _squares(

@@ -13,7 +13,6 @@ from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.checkpoints import FLOATING
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.motion import motions
 from mergekit_rotation.symmetry import Transformation, all_finite, full_precision, working_dtype
 
 Tensors = Mapping[str, torch.Tensor]
@@ -73,7 +72,6 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
 
     spec: BlockSpec
     layer: str
-    layers: tuple[int, int]
     label: str | None
     legs: tuple[Leg, ...]
 
@@ -110,10 +108,6 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             seconds=time.perf_counter() - start,
             condition=run.condition(transformation),
             scaled=not same and self.spec.scaled_apart(reference, other, after, scale),
-            other_before=self._energy(other, reference),
-            other_after=self._energy(moved if transformation else other, reference),
-            layers=self.layers,
-            motions=motions(transformation, self.spec.orders()),
         )
         run.current().record(record)
         return moved
@@ -164,11 +158,6 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
                 after += change if image is tensor else self._apart(leg.name, fixed, image)
             moved[leg.name] = image.to(dtype_from_name(leg.dtype) or tensor.dtype)
         return moved, before, after, scale
-
-    def _energy(self, tensors: Tensors, shared: Tensors) -> float:
-        """Square of what is seen of the legs that both models have."""
-        legs = {n: self.spec.seen(n, x) for n, x in tensors.items() if n in shared}
-        return sum(float(x.to(working_dtype(x.dtype)).square().sum()) for x in legs.values())
 
     def _apart(self, name: str, fixed: torch.Tensor, tensor: torch.Tensor) -> float:
         """Squared distance of a leg from what is seen of the reference's."""
