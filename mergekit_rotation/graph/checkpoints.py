@@ -1,5 +1,6 @@
 """What can be known of a checkpoint before its tensors are read: names, shapes, dtypes."""
 
+import logging
 import os
 from collections.abc import Sequence
 from functools import cached_property
@@ -8,13 +9,16 @@ from typing import Any
 import torch
 from mergekit.architecture.conversion import can_convert_checkpoint_keys
 from mergekit.common import ModelReference
+from mergekit.io.lazy_tensor_loader import ShardedTensorIndex
 from mergekit.io.tasks import LoaderCache, LoadTensor
 from safetensors import safe_open
 from transformers import PretrainedConfig
 from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
 from mergekit_rotation.architecture import Family, find_family
-from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.errors import RotationError, one_line
+
+LOG = logging.getLogger(__name__)
 
 #: dtypes whose tensors are weights that can be moved, as safetensors headers spell them
 FLOATING = {
@@ -23,6 +27,63 @@ FLOATING = {
     "F16": torch.float16,
     "BF16": torch.bfloat16,
 }
+
+#: ends of the names under which quantised weights and their scales are stored
+_QUANTISED = (".qweight", ".weight_packed", ".absmax", ".weight_scale", ".weight_scale_inv")
+
+
+def read_config(model: ModelReference, trust_remote_code: bool) -> PretrainedConfig:
+    """Read the configuration of a model.
+
+    Raises
+    ------
+    RotationError
+        If there is no such model, or its config.json cannot be read.
+    """
+    for part in (model.model, model.lora):
+        if part is not None and part.path.startswith(("/", ".", "~")):
+            if not os.path.isdir(part.path):
+                raise RotationError(
+                    f"{part.path}: there is no such folder; correct the path of the model"
+                )
+    path = model.model.path
+    if os.path.isdir(path) and not os.path.isfile(os.path.join(path, "config.json")):
+        if os.path.isfile(os.path.join(path, "adapter_config.json")):
+            raise RotationError(f"{model}: is an adapter; write its model before it, MODEL+{path}")
+        raise RotationError(f"{model}: has no config.json; fetch or save the model again")
+    try:
+        return model.config(trust_remote_code=trust_remote_code)
+    except Exception as problem:
+        remedy = "repair or fetch it again"
+        if not os.path.isdir(path):
+            remedy = "correct the name, or write ./ before the path of a folder"
+        raise RotationError(
+            f"{model}: cannot read its config.json ({one_line(problem)}); {remedy}"
+        ) from problem
+
+
+def _index(model: ModelReference) -> ShardedTensorIndex:
+    """Return mergekit's index of the tensors of a model, whose files are all there.
+
+    Raises
+    ------
+    RotationError
+    """
+    try:
+        index = LoaderCache().get(model).index
+        shards = sorted(set(index.tensor_paths.values()))
+    except Exception as problem:
+        raise RotationError(
+            f"{model}: cannot read its weights ({one_line(problem)}); fetch the model again"
+        ) from problem
+    if not shards:
+        raise RotationError(f"{model}: its files hold no tensor; fetch the model again")
+    for shard in shards:
+        if not os.path.isfile(os.path.join(index.base_path, shard)):
+            raise RotationError(
+                f"{model}: the index lists {shard}, which is not there; fetch the model again"
+            )
+    return index
 
 
 class Checkpoint:
@@ -49,7 +110,7 @@ class Checkpoint:
         self.config = config
         self.model_class = str(next(iter(getattr(config, "architectures", None) or ["?"])))
         self.family = find_family(config, self.model_class, families)
-        self.index = LoaderCache().get(model).index
+        self.index = _index(model)
         self._headers: dict[str, dict[str, tuple[tuple[int, ...], str]]] = {}
         self._convertible: dict[str, bool] = {}
 
@@ -116,18 +177,40 @@ class Checkpoint:
                 }
         except Exception as problem:
             raise RotationError(
-                f"{self.model}: cannot read {shard} ({problem}); fetch the model again"
+                f"{self.model}: cannot read {shard} ({one_line(problem)}); fetch the model again"
             ) from problem
 
-    def check_not_quantised(self) -> None:
-        """Refuse a model that says that it is quantised.
+    def warn_of_two_formats(self) -> None:
+        """Say which weights are read where a folder holds more than one set of them."""
+        single = ("model.safetensors", "pytorch_model.bin")
+        files = [name for file in single for name in (f"{file}.index.json", file)]
+        found = [f for f in files if os.path.isfile(os.path.join(self.index.base_path, f))]
+        if len(found) > 1:
+            LOG.warning(
+                "%s: holds %s; mergekit reads what %s says, remove the others if they differ",
+                self.model,
+                " and ".join(found),
+                found[0],
+            )
+
+    def check_stored(self) -> None:
+        """Read all headers, and refuse files that are damaged and weights that are quantised.
 
         Raises
         ------
         RotationError
         """
         if getattr(self.config, "quantization_config", None):
-            raise RotationError(
-                f"{self.model}: its config has a quantization_config; quantised weights cannot be "
-                "aligned or merged, use the unquantised model"
-            )
+            raise self._quantised("its config has a quantization_config")
+        for name in self.index.tensor_paths:
+            if name.endswith(_QUANTISED):
+                raise self._quantised(f"it has a tensor {name}")
+            header = self.header(name)
+            if header is not None and name.endswith(".weight") and header[1] not in FLOATING:
+                raise self._quantised(f"{name} is stored as {header[1]}")
+
+    def _quantised(self, sign: str) -> RotationError:
+        return RotationError(
+            f"{self.model}: {sign}; quantised weights cannot be aligned or merged, use the "
+            "unquantised model"
+        )

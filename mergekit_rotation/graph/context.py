@@ -1,7 +1,7 @@
 """What the planning of all layers shares: the planner, the checkpoints, warnings given."""
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Hashable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +11,7 @@ from mergekit.plan import MergePlanner
 
 from mergekit_rotation.architecture import DeclarationError, Family, all_families, own_families
 from mergekit_rotation.graph import parameters
-from mergekit_rotation.graph.checkpoints import Checkpoint
+from mergekit_rotation.graph.checkpoints import Checkpoint, read_config
 from mergekit_rotation.graph.errors import RotationError
 
 LOG = logging.getLogger(__name__)
@@ -53,12 +53,12 @@ class Context:
         self._own = _own_families(planner.config.parameters)
         self._families = (*self._own.values(), *all_families())
         self._checkpoints: dict[ModelReference, Checkpoint] = {}
-        self._warned: set[str] = set()
+        self._seen: set[Hashable] = set()
 
     def checkpoint(self, model: ModelReference) -> Checkpoint:
         """Return the (cached) checkpoint of a model."""
         if model not in self._checkpoints:
-            config = model.config(trust_remote_code=self.planner.options.trust_remote_code)
+            config = read_config(model, self.planner.options.trust_remote_code)
             self._checkpoints[model] = checkpoint = Checkpoint(model, config, self._families)
             for file, family in self._own.items():
                 if family is checkpoint.family:
@@ -74,9 +74,15 @@ class Context:
 
     def warn_once(self, message: str) -> None:
         """Show one warning, the first time only."""
-        if message not in self._warned:
-            self._warned.add(message)
+        if self.first_time(message):
             LOG.warning(message)
+
+    def first_time(self, thing: Hashable) -> bool:
+        """Tell whether something comes up for the first time."""
+        if thing in self._seen:
+            return False
+        self._seen.add(thing)
+        return True
 
     def check_present(self, load: LoadTensor) -> None:
         """Refuse a required tensor that the model lacks.

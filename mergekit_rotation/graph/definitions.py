@@ -24,7 +24,7 @@ from transformers import PretrainedConfig
 
 from mergekit_rotation.architecture import LAYER, Declared, Family
 from mergekit_rotation.architecture.sizes import lookup
-from mergekit_rotation.graph.checkpoints import FLOATING, Checkpoint
+from mergekit_rotation.graph.checkpoints import FLOATING, Checkpoint, read_config
 from mergekit_rotation.graph.context import known_families
 from mergekit_rotation.graph.errors import RotationError
 
@@ -44,7 +44,7 @@ def definition(config: MergeConfiguration, options: MergeOptions) -> ModelArchit
     LoaderCache().setup(options=options)
     known = known_families(config.parameters)
     checkpoints = [
-        Checkpoint(model, model.config(trust_remote_code=options.trust_remote_code), known)
+        Checkpoint(model, read_config(model, options.trust_remote_code), known)
         for model in config.referenced_models()
     ]
     if not checkpoints:

@@ -1,10 +1,11 @@
-"""Tensors of an input that mergekit's definition of its architecture leaves out of the output."""
+"""Tensors that do not come through a merge: not listed by mergekit, or not there in every input."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
+from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
-from mergekit.io.tasks import LoaderCache
+from mergekit.io.tasks import LoaderCache, LoadTensor
 
 from mergekit_rotation.architecture import grouped
 from mergekit_rotation.graph.checkpoints import Checkpoint
@@ -36,6 +37,39 @@ def warn_of_lost(
                 f"{', '.join(grouped(lost))}; these tensors will be lost in the output, with or "
                 "without alignment; those of the reference fit the merge"
             )
+
+
+def warn_of_partial(
+    context: Context, gathered: Iterable[Mapping[ModelReference, WeightInfo]]
+) -> None:
+    """Name the optional tensors, such as biases, that only some inputs have.
+
+    Parameters
+    ----------
+    context : Context
+    gathered : iterable of mapping
+        For every planned tensor, what it is in each input.
+    """
+    lacking: dict[tuple[ModelReference, ModelReference], list[str]] = {}
+    for inputs in gathered:
+        if not any(weight.optional for weight in inputs.values()):
+            continue
+        has = {model: context.checkpoint(model).has(_load(model, w)) for model, w in inputs.items()}
+        owner = next((model for model, there in has.items() if there), None)
+        for model, there in has.items():
+            if owner is not None and not there:
+                lacking.setdefault((model, owner), []).append(inputs[model].name)
+    for (model, owner), names in lacking.items():
+        context.warn_once(
+            f"{model}: has no {', '.join(grouped(names))}, but {owner} has; as in a plain merge "
+            "the output gets what the models that have them give, if its config allows for it"
+        )
+
+
+def _load(model: ModelReference, weight: WeightInfo) -> LoadTensor:
+    return LoadTensor(
+        model=model, tensor=weight.name, aliases=weight.aliases, tied_names=weight.tied_names
+    )
 
 
 def lost_tensors(checkpoint: Checkpoint, known: set[str]) -> list[str]:

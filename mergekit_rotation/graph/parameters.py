@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
-from mergekit.common import ModelReference
+from mergekit.common import ModelReference, dtype_from_name
 from mergekit.config import ConfigReader, MergeConfiguration
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec
 from mergekit.parameter_resolver import resolve_parameter
@@ -43,6 +43,7 @@ WHOLE = (
 PER_INPUT = ("align_as", "align_task_base")
 RESERVED = ("align_report",)
 KNOWN = (*SWITCHES, *CHOICES, REFERENCE, *WHOLE, *PER_INPUT)
+ALL = (*KNOWN, *RESERVED)
 
 _SPECS = {
     **{
@@ -103,6 +104,8 @@ def check_mapping(config: Mapping[str, Any]) -> None:
         For a misspelt, misplaced or reserved key or a value of the wrong type, with the nearest
         name and place.
     """
+    for entry in ("dtype", "out_dtype"):
+        _check_dtype(entry, config.get(entry))
     for place, mapping, is_parameters in _walk(config, ""):
         for key in mapping:
             name = _meant(key)
@@ -159,10 +162,9 @@ def _meant(key: Any) -> str | None:
     """Return the parameter of ours that a key is, or is a misspelling of."""
     if not isinstance(key, str):
         return None
-    every = (*KNOWN, *RESERVED)
-    if key in every:
+    if key in ALL:
         return key
-    near = get_close_matches(key, every, n=1, cutoff=0.0 if key.startswith("align") else 0.8)
+    near = get_close_matches(key, ALL, n=1, cutoff=0.0 if key.startswith("align") else 0.8)
     return near[0] if near else None
 
 
@@ -179,7 +181,7 @@ def _check_value(where: str, name: str, value: Any) -> None:
     if name in WHOLE or name in PER_INPUT:
         _check_single(where, name, value)
         return
-    for scalar in _scalars(where, value):
+    for scalar in scalars(where, value):
         if name in CHOICES and scalar not in CHOICES[name]:
             options = " or ".join(CHOICES[name])
             raise RotationError(f"{where}: write {options}, not {scalar!r}")
@@ -215,17 +217,27 @@ def _is_shared(where: str) -> bool:
     return "sources[" not in owner and "models[" not in owner
 
 
-def _scalars(where: str, value: Any) -> Iterator[Any]:
+def _check_dtype(name: str, value: Any) -> None:
+    """Refuse what mergekit would not know only once it reads tensors."""
+    try:
+        dtype = dtype_from_name(value)
+    except (RuntimeError, AttributeError):
+        dtype = None
+    if value is not None and (dtype is None or not dtype.is_floating_point):
+        raise RotationError(f"{name}: write bfloat16, float16, float32 or float64, not {value!r}")
+
+
+def scalars(where: str, value: Any) -> Iterator[Any]:
     """Yield the scalars of a setting with filters and gradients."""
     if isinstance(value, list):
         if not value:
             raise RotationError(f"{where}: the list is empty")
         for item in value:
-            yield from _scalars(where, item)
+            yield from scalars(where, item)
     elif isinstance(value, Mapping):
         if set(value) - {"value", "filter"} or "value" not in value:
             raise RotationError(f"{where}: a condition has the keys filter and value")
-        yield from _scalars(where, value["value"])
+        yield from scalars(where, value["value"])
     else:
         yield value
 

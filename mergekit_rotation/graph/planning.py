@@ -18,8 +18,15 @@ from mergekit.plan import MergePlanner
 from mergekit_rotation.graph import methods, parameters
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.inputs import (
+    check_depths,
+    check_layer,
+    check_shapes,
+    check_tokenizers,
+    warn_of_frequencies,
+)
 from mergekit_rotation.graph.layer import Entry, LayerPlan, rewrap, unwrap
-from mergekit_rotation.graph.lost import warn_of_lost
+from mergekit_rotation.graph.lost import warn_of_lost, warn_of_partial
 from mergekit_rotation.graph.output import Output
 from mergekit_rotation.graph.tasks import GatherChecked
 from mergekit_rotation.graph.whole import WholeModels
@@ -66,7 +73,10 @@ class Alignment:
         named = [self._explicit(config.parameters), *parameters.named_models(config)]
         for model in dict.fromkeys([*config.referenced_models(), *named]):
             if model is not None:
-                self.context.checkpoint(model).check_not_quantised()
+                checkpoint = self.context.checkpoint(model)
+                checkpoint.check_stored()
+                checkpoint.warn_of_two_formats()
+        check_depths(self.context)
         if self.settings.used() or parameters.named_models(config):
             output = Output(self.context, self._one_reference())
             self.whole = WholeModels(output, self.settings)
@@ -101,12 +111,13 @@ class Alignment:
             ``error``.
         """
         for source in sources:
-            self._check_depth(source, source.layer_range[0] + layer_offset, module_name)
+            check_layer(self.context, source, layer_offset, module_name)
+        models = [source.model for source in sources]
+        reference = self._reference(models, reader)
+        warn_of_frequencies(self.context, reference, models)
         if self.whole is not None:
             self.whole.output.add_layer(entries, sources, layer_offset, index, reader, module_name)
             return list(entries)
-        models = [source.model for source in sources]
-        reference = self._reference(models, reader)
         others = [model for model in models if model != reference]
         if not others or (len(models) == 1 and self.method.spec.name != methods.ALIGN):
             return list(entries)
@@ -119,31 +130,21 @@ class Alignment:
         Raises
         ------
         RotationError
-            If a tensor that mergekit needs is missing from a model, or vocabularies of different
-            size would be merged row by row.
+            If a tensor that mergekit needs is missing from a model or has another shape.
         """
         planned: list[tuple[WeightInfo, Any]] = self.planner._tensors
         for weight, task in planned:
-            self._check_rows(weight, task)
+            check_shapes(self.context, weight, task)
+        tasks = [task for _, task in planned if isinstance(task, ExecuteMergeMethodTask)]
+        warn_of_partial(self.context, [dict(unwrap(t).weight_info.items()) for t in tasks])
         if self.whole is not None:
             planned = self.whole.finish(list(planned))
+        check_tokenizers(self.context)
         models = self.planner.config.referenced_models()
         warn_of_lost(self.context, models, (weight.name for weight, _ in planned))
         self.planner._tensors = [(weight, self._stock(weight, task)) for weight, task in planned]
 
     # -- details ------------------------------------------------------------------------------
-
-    def _check_depth(self, source: InputSliceDefinition, index: int, module_name: str) -> None:
-        module = self.planner.arch_info.modules[module_name]
-        try:
-            depth = module.architecture.num_layers(self.context.checkpoint(source.model).config)
-        except RuntimeError:  # the depth is not where mergekit looks for it
-            return
-        if index >= depth:
-            raise RotationError(
-                f"{source.model}: layer_range asks for layer {index}, but the model has {depth} "
-                "layers, counted from 0; correct the slice"
-            )
 
     def _explicit(self, *settings: Any) -> ModelReference | None:
         return parameters.explicit_reference(settings)
@@ -167,28 +168,6 @@ class Alignment:
             return None
         first: ModelReference = config.referenced_models()[0]
         return first
-
-    def _check_rows(self, weight: WeightInfo, task: Any) -> None:
-        """Refuse vocabularies of different size before anything is solved, as mergekit would later.
-
-        Nothing is known here of tensors in pickled files.
-        """
-        if weight.vocabulary_axis is None or unwrap(task) is not task.gather_tensors:
-            return
-        sizes: dict[ModelReference, int] = {}
-        for load in task.gather_tensors.arguments().values():
-            checkpoint = self.context.checkpoint(load.model)
-            name = checkpoint.resolve(load)
-            header = checkpoint.header(name) if name is not None else None
-            if header is not None:
-                sizes[load.model] = header[0][weight.vocabulary_axis]
-        for model, size in sizes.items():
-            first, expected = next(iter(sizes.items()))
-            if size != expected:
-                raise RotationError(
-                    f"{model}: {weight.name} has {size} rows, but {expected} in {first}; bring the "
-                    "vocabularies together, for example with tokenizer: {source: base}"
-                )
 
     def _stock(self, weight: WeightInfo, task: Any) -> Any:
         if not isinstance(task, ExecuteMergeMethodTask):

@@ -8,13 +8,16 @@ method, never a wrong merge: the registered twins refuse to merge by themselves.
 import copy
 import functools
 import inspect
+import logging
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.errors import RotationError, in_one_sentence, one_line
+
+LOG = logging.getLogger(__name__)
 
 TESTED = "0.1.5"
 
@@ -140,33 +143,61 @@ def read_config() -> None:
     if _once(validate.__func__):
 
         def model_validate(cls: type, obj: Any, *args: Any, **kwargs: Any) -> Any:
-            return validate.__func__(cls, _checked_mapping(obj), *args, **kwargs)
+            if not _names_rotation(obj):
+                return validate.__func__(cls, obj, *args, **kwargs)
+            checked = _checked_mapping(obj)
+            try:
+                return validate.__func__(cls, checked, *args, **kwargs)
+            except (RuntimeError, TypeError, ValueError) as problem:
+                text = f"{_validation(problem)}; correct the configuration"
+                raise RotationError(text) from problem
 
         model_validate._mergekit_rotation = True  # type: ignore[attr-defined]
         MergeConfiguration.model_validate = classmethod(model_validate)  # type: ignore[assignment]
     _wrap(MergeConfiguration, "referenced_models", ("self",), _ordered_models)
 
 
-def _checked_mapping(obj: Any) -> Any:
+def _methods_named(obj: Mapping[str, Any]) -> list[Any]:
+    return [obj[key] for key in ("merge_method", "method") if obj.get(key) is not None]
+
+
+def _names_rotation(obj: Any) -> bool:
+    """Tell whether something is a configuration that asks for one of our methods."""
+    methods = _methods()
+    return isinstance(obj, Mapping) and any(map(methods.is_rotation, _methods_named(obj)))
+
+
+def _checked_mapping(obj: Mapping[str, Any]) -> Mapping[str, Any]:
     """Accept ``method:`` for ``merge_method:``; check the name and our parameters.
 
     mergekit-multi puts models for all strings that name an earlier merge, ours among them.
     """
-    if not isinstance(obj, Mapping):
-        return obj
-    from mergekit_rotation.graph import parameters
+    from mergekit_rotation.graph import parameters, spelling
 
     methods = _methods()
-    given = [obj[key] for key in ("merge_method", "method") if obj.get(key) is not None]
-    if not any(methods.is_rotation(name) for name in given):
-        return obj
+    given = _methods_named(obj)
     if len(given) > 1:
         raise RotationError("method: and merge_method: say the same; write one of them")
     obj = {("merge_method" if key == "method" else key): value for key, value in obj.items()}
     methods.check_name(given[0])
     obj = parameters.with_paths(obj)
     parameters.check_mapping(obj)
+    spec = methods.aligned_method(given[0]).spec
+    dropped, _ = spelling.check_keys(obj, spec, parameters.ALL)
+    spelling.warn_of_keys(spec, dropped)
     return obj
+
+
+def _validation(problem: Exception) -> str:
+    """Say in one line where a configuration is not what mergekit expects."""
+    from pydantic import ValidationError
+
+    if not isinstance(problem, ValidationError):
+        return one_line(problem)
+    first, *others = problem.errors()
+    place = ".".join(str(part) for part in first["loc"]) or "the configuration"
+    more = f" (and {len(others)} more)" if others else ""
+    return f"{place}: {' '.join(first['msg'].split())}{more}"
 
 
 def _ordered_models(original: Callable[..., Any], config: Any) -> list[Any]:
@@ -204,15 +235,18 @@ def plan_alignment() -> None:
 
 
 def _plan(original: Callable[..., Any], planner: Any) -> None:
-    methods = _methods()
-    if methods.aligned_method(planner.config.merge_method) is None:
+    method = _methods().aligned_method(planner.config.merge_method)
+    if method is None:
         original(planner)
         return
-    from mergekit_rotation.graph import parameters
+    from mergekit_rotation.graph import parameters, spelling
     from mergekit_rotation.graph.planning import Alignment
 
     # A configuration that was not read but built by a program has not been looked at yet.
-    parameters.check_mapping(planner.config.model_dump())
+    given = planner.config.model_dump()
+    parameters.check_mapping(given)
+    _, unused = spelling.check_keys(given, method.spec, parameters.ALL)
+    spelling.warn_of_keys(method.spec, unused)
     planner._rotation = alignment = Alignment(planner)
     alignment.check_inputs()
     original(planner)
@@ -318,9 +352,13 @@ def _run_merge(
     this = run.start()
     try:
         result = original(merge_config, out_path, options, *args, **kw)
-    except BaseException:
+    except BaseException as problem:
         this.discard_output()
-        raise
+        sentence = in_one_sentence(problem, out_path)
+        if sentence is None:
+            raise
+        LOG.debug("what ended the merge", exc_info=problem)
+        raise sentence from problem
     if not options.quiet:
         for line in this.summary():
             print(f"aligned {line}", file=sys.stderr)

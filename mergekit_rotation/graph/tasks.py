@@ -12,7 +12,7 @@ from pydantic import BaseModel
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.checkpoints import FLOATING
-from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.errors import RotationError, is_out_of_memory, one_line
 from mergekit_rotation.symmetry import Transformation, all_finite, full_precision, working_dtype
 
 Tensors = Mapping[str, torch.Tensor]
@@ -37,7 +37,15 @@ class CheckedLoad(LoadTensor):
         return self.label if self.label is not None else super().group_label()
 
     def execute(self) -> torch.Tensor | None:
-        x = super().execute()
+        try:
+            x = super().execute()
+        except Exception as problem:
+            if is_out_of_memory(problem):
+                raise
+            raise RotationError(
+                f"{self.model}: cannot read {self.tensor} ({one_line(problem)}); "
+                "fetch the model again"
+            ) from problem
         if x is None:
             return None
         if (self.leg or x.is_floating_point()) and x.dtype not in FLOATING.values():

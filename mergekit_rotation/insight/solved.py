@@ -131,7 +131,7 @@ def _checkpoint(model: str, options: MergeOptions) -> Checkpoint:
             f"{model}: cannot be read as a model ({str(problem).splitlines()[0]}); name a folder "
             "with a config.json and weights, or a model of the hub"
         ) from problem
-    checkpoint.check_not_quantised()
+    checkpoint.check_stored()
     return checkpoint
 
 
