@@ -1,6 +1,7 @@
 """Merges of tiny models for the tests: folders, configurations, ways to run mergekit."""
 
 import copy
+import json
 import os
 import shutil
 import subprocess
@@ -124,6 +125,29 @@ def protected(model: Any, target: Path, condition: float) -> Path:
     assert family is not None
     other.load_state_dict(proof.scrambled(other, family, seed=1, condition=condition))
     tiny.save(other, target)
+    return target
+
+
+def stored(source: Path, target: Path, pickled: bool, sharded: bool) -> Path:
+    """Store a model in another format."""
+    target.mkdir()
+    (target / "config.json").write_text((source / "config.json").read_text())
+    state, ending = weights(source), "bin" if pickled else "safetensors"
+    stem = "pytorch_model" if pickled else "model"
+    names = sorted(state)
+    parts = [names[:10], names[10:]] if sharded else [names]
+    index = {}
+    for number, part in enumerate(parts, 1):
+        file = f"{stem}-{number:05}-of-{len(parts):05}.{ending}" if sharded else f"{stem}.{ending}"
+        index |= dict.fromkeys(part, file)
+        some = {name: state[name] for name in part}
+        if pickled:
+            torch.save(some, target / file)
+        else:
+            save_file(some, target / file, metadata={"format": "pt"})
+    if sharded:
+        text = json.dumps({"metadata": {}, "weight_map": index})
+        (target / f"{stem}.{ending}.index.json").write_text(text)
     return target
 
 

@@ -5,6 +5,7 @@ the same `Run`.
 """
 
 import glob
+import json
 import logging
 import os
 import threading
@@ -27,6 +28,7 @@ _WEIGHTS = (
     "model*.safetensors.index.json",
     "pytorch_model*.bin",
     "pytorch_model*.bin.index.json",
+    ".tmp" + 6 * "[A-Za-z0-9]",  # what safetensors is writing, or was when it was killed
 )
 
 
@@ -168,6 +170,9 @@ class Run:
     def begin_output(self, out_path: str, inputs: list[str]) -> None:
         """Make sure that no older model stays beside the weights that are about to be written.
 
+        The configuration goes first: without it the rest passes for no model, whenever the
+        process may be killed. mergekit writes it last, when weights and index are complete.
+
         Raises
         ------
         RotationError
@@ -179,23 +184,33 @@ class Run:
                     raise RotationError(f"{out_path} is one of the inputs; write to another folder")
         self.out_path = out_path
         self._begun = True
-        self._remove("config.json", *_WEIGHTS)
+        self._remove_model()
 
     def discard_output(self) -> None:
         """After a failure, leave nothing that looks like a model.
 
-        A merge whose config was written already is complete and stays.
+        Weights whose configuration was written already are complete and stay.
         """
         threads = getattr(self.writer, "_executor", None)  # of --async-write
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)
-        if self._begun and self.out_path is not None:
-            if not os.path.exists(os.path.join(self.out_path, "config.json")):
-                self._remove(*_WEIGHTS)
+        if self._begun and not self._complete():
+            self._remove_model()
 
-    def _remove(self, *patterns: str) -> None:
+    def _complete(self) -> bool:
+        """Tell whether there is a configuration, and not only the beginning of one."""
         assert self.out_path is not None
-        for pattern in patterns:
+        try:
+            with open(os.path.join(self.out_path, "config.json"), encoding="utf-8") as file:
+                json.load(file)
+        except (OSError, ValueError):
+            return False
+        return True
+
+    def _remove_model(self) -> None:
+        """Remove configuration, weights and indices from the output folder, in this order."""
+        assert self.out_path is not None
+        for pattern in ("config.json", *_WEIGHTS):
             for path in glob.glob(os.path.join(glob.escape(self.out_path), pattern)):
                 os.remove(path)
 

@@ -18,7 +18,6 @@ from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from mergekit.scripts import legacy, merge_raw_pytorch, moe, multimerge, tokensurgeon
 from pydantic import ValidationError
-from safetensors.torch import save_file
 
 import tiny
 from mergekit_rotation.graph.errors import RotationError
@@ -34,6 +33,7 @@ from merging import (
     save_adapter,
     save_tokenizer,
     schedule,
+    stored,
     weights,
 )
 
@@ -153,29 +153,6 @@ def test_architectures_are_mixed_only_on_request(twins, tmp_path):
 
 
 # -- formats of the inputs ------------------------------------------------------------------------
-
-
-def stored(source, target, pickled, sharded):
-    """Store a model in another format."""
-    target.mkdir()
-    (target / "config.json").write_text((source / "config.json").read_text())
-    state, ending = weights(source), "bin" if pickled else "safetensors"
-    stem = "pytorch_model" if pickled else "model"
-    names = sorted(state)
-    parts = [names[:10], names[10:]] if sharded else [names]
-    index = {}
-    for number, part in enumerate(parts, 1):
-        file = f"{stem}-{number:05}-of-{len(parts):05}.{ending}" if sharded else f"{stem}.{ending}"
-        index |= dict.fromkeys(part, file)
-        some = {name: state[name] for name in part}
-        if pickled:
-            torch.save(some, target / file)
-        else:
-            save_file(some, target / file, metadata={"format": "pt"})
-    if sharded:
-        text = json.dumps({"metadata": {}, "weight_map": index})
-        (target / f"{stem}.{ending}.index.json").write_text(text)
-    return target
 
 
 @pytest.mark.parametrize("kind", ["none", "orthogonal"])
