@@ -123,7 +123,7 @@ class BlockSpec(BaseModel):
 
     def solve(
         self, reference: Tensors, other: Tensors, stored: torch.dtype, where: str
-    ) -> Transformation:
+    ) -> Transformation | None:
         """Return what brings the other side closest to the reference.
 
         Parameters
@@ -133,6 +133,11 @@ class BlockSpec(BaseModel):
             Precision in which the moved tensors will be stored.
         where : str
             Model and layer, for errors.
+
+        Returns
+        -------
+        Transformation or None
+            None if a factorisation or an assignment that it takes cannot be computed.
 
         Raises
         ------
@@ -165,6 +170,8 @@ class BlockSpec(BaseModel):
             return find(reference, other)
         except SymmetryError as problem:
             raise RotationError(f"{where}: {problem}; the model is damaged") from problem
+        except torch.linalg.LinAlgError:
+            return None
 
     def _used_heads(self, layout: AttentionLayout) -> AttentionLayout:
         """Return a layout with only the groups that are switched on."""
@@ -196,7 +203,10 @@ class BlockSpec(BaseModel):
         n = max(layout.sizes.get("qk", 1), layout.sizes.get("vo", 1))
         if after <= (8 * eps) ** 2 * n * scale:
             return False
-        return same_products(reference, other, layout)
+        try:
+            return same_products(reference, other, layout)
+        except torch.linalg.LinAlgError:
+            return False
 
     def _legs(self, side: Tensors) -> dict[str, torch.Tensor]:
         """Return what is seen of the legs among some tensors; norms may be read with them."""

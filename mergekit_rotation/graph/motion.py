@@ -14,6 +14,7 @@ from mergekit_rotation.symmetry import (
     SignedPermutation,
     StreamMap,
     Transformation,
+    eigh,
 )
 
 #: of the distribution of angles
@@ -96,7 +97,7 @@ def _rotation(axis: str, matrix: torch.Tensor) -> Motion:
     of its cosine; what is below that counts as fixed.
     """
     q = matrix.detach().double().cpu()
-    cosine = torch.linalg.eigvalsh((q + q.mT) / 2).flatten()
+    cosine = eigh((q + q.mT) / 2)[0].flatten()
     noise = q.shape[-1] ** 0.5 * torch.finfo(torch.float32).eps
     fixed = float((cosine > 1 - noise).double().mean())
     angles = torch.rad2deg(torch.arccos(cosine.clamp(-1, 1)))

@@ -15,11 +15,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import torch
-
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.motion import Motion, motions, stream_motion
-from mergekit_rotation.symmetry import Linear, Scale, Sign, StreamMap, Transformation
+from mergekit_rotation.symmetry import Linear, Scale, Sign, StreamMap, Transformation, svd
 
 LOG = logging.getLogger(__name__)
 
@@ -52,6 +50,8 @@ class Record:
         Largest condition number of what was applied.
     scaled : bool
         Whether the block still differs, but only by what ``align_scale`` would undo.
+    unsolved : bool
+        Whether the block stayed as it was because a numerical routine failed.
     layers : (int, int)
         The layer of the reference, and that of the other model, where whole models are solved.
     applied : Transformation
@@ -71,6 +71,7 @@ class Record:
     seconds: float
     condition: float = 1.0
     scaled: bool = False
+    unsolved: bool = False
     layers: tuple[int, int] = (0, 0)
     applied: Transformation = field(default=(), compare=False, repr=False)
     orders: Mapping[str, tuple[int, int]] = field(default_factory=dict)
@@ -98,6 +99,8 @@ class StreamRecord:
         the reference without a map.
     best : float, optional
         The same with the best map; None where the streams were equal from the start.
+    unsolved : bool
+        Whether no map could be computed.
     stream : StreamMap, optional
         The map that is applied.
     """
@@ -109,6 +112,7 @@ class StreamRecord:
     without: float = 0.0
     best: float | None = None
     stream: StreamMap | None = field(default=None, compare=False, repr=False)
+    unsolved: bool = False
 
     @cached_property
     def motion(self) -> Motion | None:
@@ -116,6 +120,8 @@ class StreamRecord:
         return None if self.stream is None else stream_motion(self.stream)
 
     def __str__(self) -> str:
+        if self.unsolved:
+            return "residual stream left as it is"
         if self.best is None:
             return "residual stream equal to the reference's"
         if not self.taken:
@@ -139,6 +145,10 @@ class Run:
     records: list[Record] = field(default_factory=list)
     streams: dict[str, StreamRecord] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
+    #: by model, what stayed as it was because no routine could compute its transformation
+    left: dict[str, list[str]] = field(default_factory=dict)
+    #: whether somebody calls `warn_of_left` at the end
+    ends: bool = True
     writer: Any = None
     _begun: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -157,11 +167,27 @@ class Run:
             )
             self.note(entry.model, text)
             LOG.warning("%s: %s", entry.model, text)
+        if entry.unsolved:
+            self.leave(entry.model, f"{entry.block} of {entry.layer}")
 
     def record_stream(self, entry: StreamRecord) -> None:
         """Add what was done to the residual stream of a model, and a remark on it."""
         self.streams[entry.model] = entry
         self.note(entry.model, str(entry))
+
+    def leave(self, model: str, place: str) -> None:
+        """Remember what had to stay as it was; called from any thread."""
+        with self._lock:
+            self.left.setdefault(model, []).append(place)
+        if not self.ends:
+            self.warn_of_left()
+            self.left.clear()
+
+    def warn_of_left(self) -> None:
+        """Say once per model what had to stay as it was."""
+        for model, places in self.left.items():
+            text = "left as they are, because a factorisation or an assignment failed numerically"
+            LOG.warning("%s: %s: %s", model, text, ", ".join(places))
 
     def note(self, model: str, text: str) -> None:
         """Add a remark on a model to the summary."""
@@ -242,7 +268,7 @@ def condition(transformation: Transformation) -> float:
     result = 1.0
     for element in transformation:
         if isinstance(element, Linear):
-            norms = [torch.linalg.matrix_norm(x, 2) for x in (element.matrix, element.dual)]
+            norms = [svd(x)[1].amax(-1) for x in (element.matrix, element.dual)]
             result = max(result, float((norms[0] * norms[1]).max()))
         elif isinstance(element, Scale):
             result = max(result, float(element.factor.max() / element.factor.min()))
@@ -286,10 +312,10 @@ def _describe(records: list[Record]) -> str:
 _current = Run()
 
 
-def start() -> Run:
+def start(ends: bool = True) -> Run:
     """Begin a new run."""
     global _current
-    _current = Run()
+    _current = Run(ends=ends)
     return _current
 
 

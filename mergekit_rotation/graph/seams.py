@@ -295,7 +295,7 @@ def _plan_in_memory(original: Callable[..., Any], planner: Any) -> Any:
         return original(planner)
     from mergekit_rotation.graph.tasks import ReturnMerged
 
-    run.start()
+    run.start(ends=False)
     planner._plan()
     return [
         ReturnMerged(
@@ -359,6 +359,7 @@ def _run_merge(
             raise
         LOG.debug("what ended the merge", exc_info=problem)
         raise sentence from problem
+    this.warn_of_left()
     if not options.quiet:
         for line in this.summary():
             print(f"aligned {line}", file=sys.stderr)

@@ -5,7 +5,8 @@ and for transformations that are saved or applied to other models.
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from transformers.utils.logging import tqdm
@@ -71,6 +72,8 @@ class ModelSolver:
         self.sides = Sides(reference, other, planned, residual != "none", stored, self.device)
         self.layout, self.sizes = self.sides.layout, self.sides.sizes
         self.judge = Judge(self.sides)
+        #: whether no map of the stream could be computed
+        self.unsolved = False
 
     def solve(self, with_layers: bool = True) -> ModelTransformation:
         """Return the best transformation, and report what was done to the current run.
@@ -88,15 +91,19 @@ class ModelSolver:
         with torch.no_grad(), full_precision():
             candidates = [Candidate(None)]
             if self.residual != "none" and not self.sides.same_outside(self.pairs):
-                candidates.append(Candidate(self._first_map()))
+                candidates += self._candidate(self._first_map, "the residual stream")
+                self.unsolved = len(candidates) == 1
             left = self._measure(candidates)
             for _ in range(self.rounds - 1):
                 last = left[-1]
                 if last.stream is None:
                     break
-                following = Candidate(self._next_map(last))
-                left += self._measure([following])
-                candidates.append(following)
+                place = "a further round of the residual stream"
+                following = self._candidate(partial(self._next_map, last), place)
+                if not following:
+                    break
+                left += self._measure(following)
+                candidates += following
         best = self.judge.best(left)
         if not with_layers:
             best.blocks, best.records = {}, []
@@ -105,6 +112,14 @@ class ModelSolver:
         return ModelTransformation(best.stream, best.norms, best.blocks)
 
     # -- maps of the stream -------------------------------------------------------------------
+
+    def _candidate(self, solve: Callable[[], StreamMap], place: str) -> list[Candidate]:
+        """Return what a map that is solved for makes, or nothing if it cannot be computed."""
+        try:
+            return [Candidate(solve())]
+        except torch.linalg.LinAlgError:
+            run.current().leave(str(self.other.model), place)
+            return []
 
     def _first_map(self) -> StreamMap:
         """Solve for the map from the embeddings and the output head alone."""
@@ -234,8 +249,8 @@ class ModelSolver:
             needed = [name for name in self.layout.needed(names) if name in other]
             goal, before = fixed, self._folded(other, names)
             inside = into_stream(other, needed, self.layout, candidate.stream)
-        transformation = self._solve_block(pair, names, spec, goal, inside)
-        for attempt in (transformation, ()):
+        solved = self._solve_block(pair, names, spec, goal, inside)
+        for attempt in (solved or (), ()):
             moved = spec.move_legs(attempt, inside) if spec is not None else inside
             squares = [
                 _squares(*(_seen(spec, n, side[n]) for side in (goal, before, moved)))
@@ -264,6 +279,7 @@ class ModelSolver:
                     seconds=time.perf_counter() - start,
                     condition=run.condition(transformation),
                     scaled=spec.scaled_apart(goal, inside, after, scale),
+                    unsolved=solved is None,
                     layers=pair.indices,
                     applied=transformation,
                     orders=spec.orders(),
@@ -277,7 +293,7 @@ class ModelSolver:
         spec: BlockSpec | None,
         reference: Tensors,
         other: Tensors,
-    ) -> Transformation:
+    ) -> Transformation | None:
         """Align the heads or neurons of a block whose sides are in the same coordinates."""
         if spec is None or all(torch.equal(reference[name], other[name]) for name in names):
             return ()
@@ -340,7 +356,7 @@ class ModelSolver:
             return
         model = str(self.other.model)
         if len(candidates) == 1:
-            this.record_stream(run.StreamRecord(model, self.residual))
+            this.record_stream(run.StreamRecord(model, self.residual, unsolved=self.unsolved))
             return
         taken = 0 if best.stream is None else candidates.index(best)
         this.record_stream(

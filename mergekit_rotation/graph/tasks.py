@@ -99,7 +99,8 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
         other = self._side("other", kwargs)
         with torch.no_grad(), full_precision():
             same = all(torch.equal(reference[n], other[n]) for n in reference if n in other)
-            transformation = () if same else self._solve(reference, other)
+            solved = () if same else self._solve(reference, other)
+            transformation = solved or ()
             moved, before, after, scale = self._move(transformation, reference, other)
             if after > before:  # nothing may get worse, not even by rounding
                 transformation = ()
@@ -116,6 +117,7 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             seconds=time.perf_counter() - start,
             condition=run.condition(transformation),
             scaled=not same and self.spec.scaled_apart(reference, other, after, scale),
+            unsolved=solved is None,
         )
         run.current().record(record)
         return moved
@@ -133,7 +135,7 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
                 result[leg.name] = tensor
         return result
 
-    def _solve(self, reference: Tensors, other: Tensors) -> Transformation:
+    def _solve(self, reference: Tensors, other: Tensors) -> Transformation | None:
         stored = next(
             dtype_from_name(leg.dtype) or other[leg.name].dtype
             for leg in self.legs

@@ -142,6 +142,7 @@ def _solve(reference: str, other: str, residual: str, scale: bool, options: Merg
     whole = planned(settings(reference, other, residual, scale, layers), options)
     if not scale and any(record.scaled for record in this.records):
         return _solve(reference, other, residual, True, options)
+    this.warn_of_left()
     first, second = (ModelReference.parse(model) for model in (reference, other))
     return Solved(first, second, whole, this, depths)
 

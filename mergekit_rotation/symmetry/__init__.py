@@ -30,6 +30,7 @@ from mergekit_rotation.symmetry.axes import Pattern, Piece, base_axis
 from mergekit_rotation.symmetry.chance import chance_share
 from mergekit_rotation.symmetry.errors import PatternError, SymmetryError
 from mergekit_rotation.symmetry.experts import ExpertLayout, solve_experts
+from mergekit_rotation.symmetry.factorisation import eigh, svd
 from mergekit_rotation.symmetry.gauges import free_parts, without_gauge
 from mergekit_rotation.symmetry.groups import (
     DirectSum,
@@ -113,6 +114,7 @@ __all__ = [
     "chance_share",
     "composed",
     "cross_gram",
+    "eigh",
     "full_precision",
     "into_stream",
     "inverse",
@@ -129,6 +131,7 @@ __all__ = [
     "solve_neurons",
     "solve_permutation",
     "solve_rotation",
+    "svd",
     "target_norm",
     "working_dtype",
 ]

@@ -24,6 +24,11 @@ def linear_assignment(score: torch.Tensor) -> torch.Tensor:
     -------
     Tensor of int64, shape (n,), on the device of ``score``.
 
+    Raises
+    ------
+    torch.linalg.LinAlgError
+        If the scores are such that there is none.
+
     References
     ----------
     Crouse, "On implementing 2D rectangular assignment algorithms", IEEE TAES 52, 2016,
@@ -33,7 +38,10 @@ def linear_assignment(score: torch.Tensor) -> torch.Tensor:
     best = score.argmax(dim=1)
     if torch.unique(best).numel() == n:
         return best
-    _, columns = linear_sum_assignment(score.detach().cpu().numpy(), maximize=True)
+    try:
+        _, columns = linear_sum_assignment(score.detach().cpu().numpy(), maximize=True)
+    except ValueError as problem:
+        raise torch.linalg.LinAlgError(f"no assignment: {problem}") from problem
     return torch.as_tensor(columns, dtype=torch.int64, device=score.device)
 
 

@@ -13,6 +13,7 @@ from typing import Literal
 import torch
 
 from mergekit_rotation.symmetry.errors import SymmetryError
+from mergekit_rotation.symmetry.factorisation import eigh, svd
 from mergekit_rotation.symmetry.precision import single_thread
 
 Pairing = Literal["half", "interleaved"]
@@ -132,7 +133,7 @@ def _conditioned(values: torch.Tensor) -> torch.Tensor:
 
 def _power(x: torch.Tensor, exponent: float) -> torch.Tensor:
     """Power of symmetric positive definite matrices."""
-    values, vectors = torch.linalg.eigh(x)
+    values, vectors = eigh(x)
     result: torch.Tensor = (vectors * values[..., None, :] ** exponent) @ vectors.mT
     return result
 
@@ -196,9 +197,9 @@ class Orthogonal(Group):
 
     def invariants(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         with single_thread(s.device, if_size=self.n):
-            values, vectors = torch.linalg.eigh(s)
+            values, vectors = eigh(s)
             root = vectors * values.clamp(min=0)[..., None, :] ** 0.5
-            values = torch.linalg.eigvalsh(root.mT @ t @ root)
+            values = eigh(root.mT @ t @ root)[0]
         result: torch.Tensor = values.clamp(min=0).sqrt()
         return result
 
@@ -212,25 +213,25 @@ class Orthogonal(Group):
         """
         eye = torch.eye(self.n, dtype=s.dtype, device=s.device).expand(s.shape)
         with single_thread(s.device, if_size=self.n):
-            sound = _conditioned(torch.linalg.eigvalsh(s)) & _conditioned(torch.linalg.eigvalsh(t))
+            sound = _conditioned(eigh(s)[0]) & _conditioned(eigh(t)[0])
             s, t = (torch.where(sound[..., None, None], x, eye) for x in (s, t))
             root, inverse = _power(s, 0.5), _power(s, -0.5)
             mean = inverse @ _power(root @ t @ root, 0.5) @ inverse
             mean = (mean + mean.mT) / 2
-            sound = sound & _conditioned(torch.linalg.eigvalsh(mean))
+            sound = sound & _conditioned(eigh(mean)[0])
             mean = torch.where(sound[..., None, None], mean, eye)
             return _power(mean, 0.5)
 
     def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         with single_thread(gram.device, if_size=self.n):
-            u, s, vh = torch.linalg.svd(gram)
+            u, s, vh = svd(gram)
             if noise is not None and bool((s <= noise[..., None]).any()):
                 # Complete the determined part U1 V1^T on the null spaces by the part of the
                 # identity that maps one to the other; polar factors act block by block.
                 null = (s <= noise[..., None]).to(s.dtype)
                 left = (u * null[..., None, :]) @ u.mT
                 right = (vh.mT * null[..., None, :]) @ vh
-                u, _, vh = torch.linalg.svd((u * (1 - null[..., None, :])) @ vh + left @ right)
+                u, _, vh = svd((u * (1 - null[..., None, :])) @ vh + left @ right)
             result: torch.Tensor = u @ vh
         return result
 

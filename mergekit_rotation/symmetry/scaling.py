@@ -17,6 +17,7 @@ from mergekit_rotation.symmetry.attention import AttentionLayout
 from mergekit_rotation.symmetry.axes import Pattern
 from mergekit_rotation.symmetry.chance import chance_share
 from mergekit_rotation.symmetry.experts import ExpertLayout
+from mergekit_rotation.symmetry.factorisation import eigenvalues
 from mergekit_rotation.symmetry.groups import Group, inner
 from mergekit_rotation.symmetry.neurons import NeuronLayout
 from mergekit_rotation.symmetry.precision import working_dtype
@@ -60,7 +61,7 @@ def best_scale(
     matrix[..., 0, -1] = power
     matrix[..., power, -1] = -power * v
     matrix[..., degree - 1, -1] += u
-    roots = torch.linalg.eigvals(matrix).real
+    roots = eigenvalues(matrix)
     roots = torch.cat([roots, one[..., None]], dim=-1)
     positive = roots > 0
     s = torch.where(positive, roots, torch.ones_like(roots))
