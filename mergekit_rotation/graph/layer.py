@@ -11,7 +11,7 @@ from mergekit.tokenizer import PermutedVocabulary
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 
 from mergekit_rotation.architecture import LAYER, Block, Family
-from mergekit_rotation.graph import parameters
+from mergekit_rotation.graph import parameters, run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
@@ -55,6 +55,7 @@ class LayerPlan:
         self.index = index
         self.reader = reader
         self.module = module_name
+        self.name = f"{module_name}.{index}"
         definition = context.planner.arch_info.modules[module_name]
         self.prefix = definition.weight_prefix or ""
 
@@ -65,6 +66,7 @@ class LayerPlan:
                 inputs |= self._pair(reference, other)
             except Unsupported as problem:
                 self._refuse_or_skip(other, problem)
+                self.leave(other, reference, self.name, str(problem))
         return [
             (weight, self._rewrite(weight, task, reference, inputs)) for weight, task in self.order
         ]
@@ -76,6 +78,11 @@ class LayerPlan:
             raise RotationError(f"{problem}, or set align_unsupported: skip to merge it unaligned")
         self.context.warn_once(f"not aligned: {problem}")
 
+    @staticmethod
+    def leave(model: ModelReference, reference: ModelReference, place: str, reason: str) -> None:
+        """Take note of a layer, or a block of it, that is not aligned."""
+        run.current().unsolved.append(run.Unsolved(str(model), str(reference), place, reason))
+
     # -- one pair of models -----------------------------------------------------------------
 
     def _pair(
@@ -85,6 +92,8 @@ class LayerPlan:
         layers = (self._index(reference), self._index(other))
         family, layer = check_same_layout(checkpoint(reference), checkpoint(other), layers)
         if family.modules and self.module not in family.modules:
+            why = f"of {family.family} models, only {' and '.join(family.modules)} is aligned"
+            self.leave(other, reference, self.name, why)
             return {}
         inputs: dict[tuple[str, ModelReference], Input] = {}
         templates = (t for block in layer.blocks for t in block.layout.patterns)
@@ -102,10 +111,12 @@ class LayerPlan:
             )
             spec = self.spec(block, names, {leg.name: leg.other.tensor for leg in legs}, other)
             if not spec.used():
+                self.leave(other, reference, f"{self.name} {block.kind}", "switched off")
                 continue
             task = AlignBlock(
                 spec=spec,
-                layer=f"{self.module}.{self.index}",
+                layer=self.name,
+                layers=layers,
                 label=min(self._label(leg.name) for leg in legs),
                 legs=legs,
             )

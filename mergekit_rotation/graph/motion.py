@@ -46,25 +46,31 @@ class Motion:
     angles: tuple[float, ...] = ()
 
 
-def motions(
-    transformation: Transformation, orders: Mapping[str, tuple[int, int]]
+def orders(
+    transformation: Transformation, axes: Mapping[str, tuple[int, int]]
 ) -> tuple[Motion, ...]:
-    """Describe a transformation of the heads, neurons or experts of one block.
+    """Describe how a transformation reorders the heads, neurons or experts of one block.
 
     Parameters
     ----------
     transformation : Transformation
-    orders : mapping of axis to (times, size)
+    axes : mapping of axis to (times, size)
         What may be reordered (`BlockSpec.orders`); an axis that stays as it is is described, too.
     """
     result = []
-    for axis, (times, size) in orders.items():
+    for axis, (times, size) in axes.items():
         index = torch.arange(size).expand(times, size)
         for element in transformation:
             if isinstance(element, Permute) and element.axis == axis:
                 index = index.gather(1, element.index.cpu().expand(times, size))
         fixed = float((index == torch.arange(size)).double().mean())
         result.append(Motion(axis, "order", times * size, fixed))
+    return tuple(result)
+
+
+def turns(transformation: Transformation) -> tuple[Motion, ...]:
+    """Describe the rotations, signs and scalings of one block; takes eigenvalues."""
+    result = []
     for element in transformation:
         if isinstance(element, Rotate):
             result.append(_rotation(element.axis, element.matrix))

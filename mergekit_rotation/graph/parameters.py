@@ -38,12 +38,11 @@ WHOLE = (
     "align_load",
     "align_load_unchecked",
     "align_architecture",
+    "align_report",
 )
 #: written under an input
 PER_INPUT = ("align_as", "align_task_base")
-RESERVED = ("align_report",)
 KNOWN = (*SWITCHES, *CHOICES, REFERENCE, *WHOLE, *PER_INPUT)
-ALL = (*KNOWN, *RESERVED)
 
 _SPECS = {
     **{
@@ -101,8 +100,8 @@ def check_mapping(config: Mapping[str, Any]) -> None:
     Raises
     ------
     RotationError
-        For a misspelt, misplaced or reserved key or a value of the wrong type, with the nearest
-        name and place.
+        For a misspelt or misplaced key or a value of the wrong type, with the nearest name and
+        place.
     """
     for entry in ("dtype", "out_dtype"):
         _check_dtype(entry, config.get(entry))
@@ -114,11 +113,6 @@ def check_mapping(config: Mapping[str, Any]) -> None:
             where = f"{place}{key}" if place else str(key)
             if name != key:
                 raise RotationError(f"unknown parameter {where}; did you mean {name!r}?")
-            if name in RESERVED:
-                raise RotationError(
-                    f"{where}: {name} is reserved for a later version of mergekit-rotation and "
-                    "does nothing yet; remove it"
-                )
             if not is_parameters:
                 raise RotationError(
                     f"{where} stands where mergekit drops it; write it under "
@@ -162,9 +156,9 @@ def _meant(key: Any) -> str | None:
     """Return the parameter of ours that a key is, or is a misspelling of."""
     if not isinstance(key, str):
         return None
-    if key in ALL:
+    if key in KNOWN:
         return key
-    near = get_close_matches(key, ALL, n=1, cutoff=0.0 if key.startswith("align") else 0.8)
+    near = get_close_matches(key, KNOWN, n=1, cutoff=0.0 if key.startswith("align") else 0.8)
     return near[0] if near else None
 
 
@@ -205,7 +199,7 @@ def _check_single(where: str, name: str, value: Any) -> None:
     elif name == "align_residual_rounds":
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise RotationError(f"{where}: write a whole number from 1 on, not {value!r}")
-    elif name == "align_load_unchecked":
+    elif name in ("align_load_unchecked", "align_report"):
         if not isinstance(value, bool):
             raise RotationError(f"{where}: write true or false, not {value!r}")
     elif not isinstance(value, str) or not value:
@@ -296,6 +290,11 @@ def architecture(settings: Mapping[str, Any] | None) -> str | None:
     """Return ``align_architecture`` from the top-level ``parameters:``."""
     path = (settings or {}).get("align_architecture")
     return str(path) if path else None
+
+
+def report(settings: Mapping[str, Any] | None) -> bool:
+    """Return ``align_report`` from the top-level ``parameters:``."""
+    return bool((settings or {}).get("align_report", True))
 
 
 def explicit_reference(settings: Sequence[Mapping[str, Any] | None]) -> ModelReference | None:

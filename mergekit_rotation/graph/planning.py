@@ -119,9 +119,14 @@ class Alignment:
             self.whole.output.add_layer(entries, sources, layer_offset, index, reader, module_name)
             return list(entries)
         others = [model for model in models if model != reference]
-        if not others or (len(models) == 1 and self.method.spec.name != methods.ALIGN):
-            return list(entries)
         plan = LayerPlan(self.context, entries, sources, layer_offset, index, reader, module_name)
+        if len(models) == 1 and self.method.spec.name != methods.ALIGN:
+            first = self._one_reference()
+            if first is not None and first != models[0]:
+                plan.leave(models[0], first, plan.name, "nothing else is merged into this layer")
+            return list(entries)
+        if not others:
+            return list(entries)
         return plan.align(reference, others)
 
     def finish(self) -> None:

@@ -134,6 +134,8 @@ class Report:
         Tensors that were not compared, and why.
     apart : str
         Why the two cannot be compared at all, if they cannot.
+    compared : bool
+        Whether the two were compared; a merge knows distances and orders alone, and no verdict.
     """
 
     reference: str
@@ -144,14 +146,15 @@ class Report:
     notes: Sequence[str] = ()
     left_out: Sequence[str] = ()
     apart: str = ""
+    compared: bool = True
 
     def total(self) -> Sums:
         """Return the sums over all tensors that were compared."""
         return _total([*(part.sums for part in self.parts), *self.outside.values()])
 
     def evidence(self) -> Evidence | None:
-        """Return the numbers that the verdict rests on; None if the models cannot be compared."""
-        if self.apart:
+        """Return the numbers that the verdict rests on; None if the models are not compared."""
+        if self.apart or not self.compared:
             return None
         blocks = [part for part in self.parts if part.block]
         kinds = dict.fromkeys(part.block for part in blocks)
@@ -169,8 +172,10 @@ class Report:
         return motion is not None and (motion.kind != "order" or motion.fixed < THRESHOLDS.in_place)
 
     @property
-    def verdict(self) -> str:
+    def verdict(self) -> str | None:
         """How the two models are related (`mergekit_rotation.graph.verdict`)."""
+        if not self.compared:
+            return None
         evidence = self.evidence()
         return "unrelated" if evidence is None else judge(evidence)
 
@@ -194,13 +199,13 @@ class Report:
         """Return the report as JSON has it."""
         evidence = self.evidence()
         return {
-            "reference": self.reference,
+            "reference": self.reference or None,
             "model": self.model,
             "verdict": self.verdict,
             "evidence": None if evidence is None else evidence.data(),
             "reason": self.apart or None,
             **self.total().summary(),
-            "stream": None if self.stream is None else _stream(self.stream),
+            "stream": None if self.stream is None else _stream(self.stream, self.compared),
             "layers": self.layers(),
             "outside": [{"tensor": n, **s.summary()} for n, s in self.outside.items()],
             "left_out": list(self.left_out),
@@ -220,8 +225,9 @@ def _in_place(motions: Sequence[Motion]) -> float | None:
     return sum(motion.fixed * motion.size for motion in chosen) / size if size else None
 
 
-def _stream(record: StreamRecord) -> dict[str, Any]:
+def _stream(record: StreamRecord, with_motion: bool) -> dict[str, Any]:
     explained = None
+    motion = record.motion if with_motion else None
     if record.best is not None and record.without > 0:
         explained = 1 - (record.best / record.without) ** 2 if record.taken else 0.0
     return {
@@ -230,7 +236,7 @@ def _stream(record: StreamRecord) -> dict[str, Any]:
         "relative_distance_without": record.without,
         "relative_distance_with_best": record.best,
         "explained": explained,
-        "motion": None if record.motion is None else _plain(record.motion),
+        "motion": None if motion is None else _plain(motion),
     }
 
 

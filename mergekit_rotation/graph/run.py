@@ -10,18 +10,20 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.motion import Motion, motions, stream_motion
+from mergekit_rotation.graph.motion import Motion, stream_motion, turns
 from mergekit_rotation.symmetry import Linear, Scale, Sign, StreamMap, Transformation, svd
 
 LOG = logging.getLogger(__name__)
 
+LEFT = "left as they are, because a factorisation or an assignment failed numerically"
 _WEIGHTS = (
+    "alignment.json",
     "model*.safetensors",
     "model*.safetensors.index.json",
     "pytorch_model*.bin",
@@ -50,14 +52,14 @@ class Record:
         Largest condition number of what was applied.
     scaled : bool
         Whether the block still differs, but only by what ``align_scale`` would undo.
-    unsolved : bool
+    failed : bool
         Whether the block stayed as it was because a numerical routine failed.
     layers : (int, int)
         The layer of the reference, and that of the other model, where whole models are solved.
     applied : Transformation
         What was applied there.
-    orders : mapping of axis to (times, size)
-        What may be reordered, see `motions`.
+    orders : tuple of Motion
+        How far what may be reordered is.
     """
 
     model: str
@@ -71,14 +73,14 @@ class Record:
     seconds: float
     condition: float = 1.0
     scaled: bool = False
-    unsolved: bool = False
+    failed: bool = False
     layers: tuple[int, int] = (0, 0)
     applied: Transformation = field(default=(), compare=False, repr=False)
-    orders: Mapping[str, tuple[int, int]] = field(default_factory=dict)
+    orders: tuple[Motion, ...] = ()
 
     def motions(self) -> tuple[Motion, ...]:
         """Describe how far what was applied moves each axis."""
-        return motions(self.applied, self.orders)
+        return (*self.orders, *turns(self.applied))
 
 
 @dataclass(frozen=True)
@@ -99,7 +101,7 @@ class StreamRecord:
         the reference without a map.
     best : float, optional
         The same with the best map; None where the streams were equal from the start.
-    unsolved : bool
+    failed : bool
         Whether no map could be computed.
     stream : StreamMap, optional
         The map that is applied.
@@ -112,7 +114,7 @@ class StreamRecord:
     without: float = 0.0
     best: float | None = None
     stream: StreamMap | None = field(default=None, compare=False, repr=False)
-    unsolved: bool = False
+    failed: bool = False
 
     @cached_property
     def motion(self) -> Motion | None:
@@ -120,7 +122,7 @@ class StreamRecord:
         return None if self.stream is None else stream_motion(self.stream)
 
     def __str__(self) -> str:
-        if self.unsolved:
+        if self.failed:
             return "residual stream left as it is"
         if self.best is None:
             return "residual stream equal to the reference's"
@@ -137,10 +139,35 @@ class StreamRecord:
         )
 
 
+@dataclass(frozen=True)
+class Unsolved:
+    """A block or layer that was not aligned.
+
+    Attributes
+    ----------
+    model, reference : str
+    place : str
+        Label of the layer, with the block if the others are aligned.
+    reason : str
+    """
+
+    model: str
+    reference: str
+    place: str
+    reason: str
+
+
 @dataclass
 class Run:
-    """State of one ``rotation_*`` merge."""
+    """State of one ``rotation_*`` merge.
 
+    Attributes
+    ----------
+    config : MergeConfiguration, optional
+        Of a merge that mergekit runs from beginning to end.
+    """
+
+    config: Any = None
     out_path: str | None = None
     records: list[Record] = field(default_factory=list)
     streams: dict[str, StreamRecord] = field(default_factory=dict)
@@ -149,6 +176,7 @@ class Run:
     left: dict[str, list[str]] = field(default_factory=dict)
     #: whether somebody calls `warn_of_left` at the end
     ends: bool = True
+    unsolved: list[Unsolved] = field(default_factory=list)
     writer: Any = None
     _begun: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
@@ -167,7 +195,7 @@ class Run:
             )
             self.note(entry.model, text)
             LOG.warning("%s: %s", entry.model, text)
-        if entry.unsolved:
+        if entry.failed:
             self.leave(entry.model, f"{entry.block} of {entry.layer}")
 
     def record_stream(self, entry: StreamRecord) -> None:
@@ -186,8 +214,7 @@ class Run:
     def warn_of_left(self) -> None:
         """Say once per model what had to stay as it was."""
         for model, places in self.left.items():
-            text = "left as they are, because a factorisation or an assignment failed numerically"
-            LOG.warning("%s: %s: %s", model, text, ", ".join(places))
+            LOG.warning("%s: %s: %s", model, LEFT, ", ".join(places))
 
     def note(self, model: str, text: str) -> None:
         """Add a remark on a model to the summary."""
@@ -249,8 +276,8 @@ class Run:
             before = (sum(record.before for record in mine) / scale) ** 0.5
             after = (sum(record.after for record in mine) / scale) ** 0.5
             lines.append(
-                f"{model} -> {mine[0].reference}: {_layers(mine)}, "
-                f"relative distance {before:.4g} -> {after:.4g}, {_describe(mine)}, "
+                f"{model} -> {mine[0].reference}: {layers_of(mine)}, "
+                f"relative distance {before:.4g} -> {after:.4g}, {moves_of(mine)}, "
                 f"{sum(record.seconds for record in mine):.1f} s"
             )
         lines += [f"{model}: {text}" for model, texts in self.notes.items() for text in texts]
@@ -289,7 +316,7 @@ _WORDS = {
 }
 
 
-def _layers(records: list[Record]) -> str:
+def layers_of(records: Sequence[Record]) -> str:
     """Say how many layers there are, and what only some of them have."""
     layers = len({record.layer for record in records})
     count = Counter(block for _, block in dict.fromkeys((r.layer, r.block) for r in records))
@@ -297,7 +324,8 @@ def _layers(records: list[Record]) -> str:
     return f"{layers} layers" + (f" ({', '.join(some)})" if some else "")
 
 
-def _describe(records: list[Record]) -> str:
+def moves_of(records: Sequence[Record]) -> str:
+    """Say what was moved, and in how many layers."""
     layers = len({record.layer for record in records})
     count = Counter(axis for _, axis in {(r.layer, axis) for r in records for axis in r.moved})
     if not count:
@@ -312,10 +340,10 @@ def _describe(records: list[Record]) -> str:
 _current = Run()
 
 
-def start(ends: bool = True) -> Run:
+def start(config: Any = None, ends: bool = True) -> Run:
     """Begin a new run."""
     global _current
-    _current = Run(ends=ends)
+    _current = Run(config, ends=ends)
     return _current
 
 

@@ -183,7 +183,7 @@ def _checked_mapping(obj: Mapping[str, Any]) -> Mapping[str, Any]:
     obj = parameters.with_paths(obj)
     parameters.check_mapping(obj)
     spec = methods.aligned_method(given[0]).spec
-    dropped, _ = spelling.check_keys(obj, spec, parameters.ALL)
+    dropped, _ = spelling.check_keys(obj, spec, parameters.KNOWN)
     spelling.warn_of_keys(spec, dropped)
     return obj
 
@@ -245,7 +245,7 @@ def _plan(original: Callable[..., Any], planner: Any) -> None:
     # A configuration that was not read but built by a program has not been looked at yet.
     given = planner.config.model_dump()
     parameters.check_mapping(given)
-    _, unused = spelling.check_keys(given, method.spec, parameters.ALL)
+    _, unused = spelling.check_keys(given, method.spec, parameters.KNOWN)
     spelling.warn_of_keys(method.spec, unused)
     planner._rotation = alignment = Alignment(planner)
     alignment.check_inputs()
@@ -283,7 +283,19 @@ def _plan_to_disk(original: Callable[..., Any], planner: Any, out_path: str) -> 
     tasks = original(planner, out_path)
     if methods.aligned_method(planner.config.merge_method) is not None:
         run.current().begin_output(out_path, planner._rotation.context.paths())
+        tasks += _reporting(planner.config, out_path, tasks)
     return tasks
+
+
+def _reporting(config: Any, out_path: str, tasks: Any) -> list[Any]:
+    """Return the task that writes ``alignment.json`` after mergekit has completed the weights."""
+    from mergekit_rotation.graph import alignment
+
+    if not alignment.is_asked_for(config):
+        return []
+    finalize = _class("mergekit.io.tasks", "FinalizeModel")
+    last = next(task for task in tasks if isinstance(task, finalize))
+    return [alignment.WriteAlignment(out_path=out_path, finalize=last)]
 
 
 def _plan_in_memory(original: Callable[..., Any], planner: Any) -> Any:
@@ -323,6 +335,7 @@ def guard_merge() -> None:
     merge = sys.modules["mergekit.merge"]
     _wrap(merge, "run_merge", ("merge_config", "out_path", "options"), _run_merge)
     _wrap(merge, "get_architecture_info", ("config", "options"), _architecture)
+    _wrap(merge, "generate_card", ("config", "config_yaml", "name"), _card)
 
 
 def _architecture(original: Callable[..., Any], config: Any, options: Any) -> Any:
@@ -333,6 +346,16 @@ def _architecture(original: Callable[..., Any], config: Any, options: Any) -> An
     if not methods.is_rotation(config.merge_method):
         return original(config, options)
     return definitions.definition(config, options) or original(config, options)
+
+
+def _card(original: Callable[..., Any], config: Any, *args: Any, **kw: Any) -> Any:
+    """Add what was aligned to the model card."""
+    text = original(config, *args, **kw)
+    if not _methods().is_rotation(config.merge_method):
+        return text
+    from mergekit_rotation.graph import alignment, run
+
+    return text + alignment.card(run.current()) if alignment.is_asked_for(config) else text
 
 
 def _run_merge(
@@ -349,7 +372,7 @@ def _run_merge(
     if not methods.is_rotation(merge_config.merge_method):
         return original(merge_config, out_path, options, *args, **kw)
     methods.check_name(merge_config.merge_method)
-    this = run.start()
+    this = run.start(merge_config)
     try:
         result = original(merge_config, out_path, options, *args, **kw)
     except BaseException as problem:

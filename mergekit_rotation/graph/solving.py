@@ -15,6 +15,7 @@ from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.candidates import Candidate, Judge
 from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.motion import orders
 from mergekit_rotation.graph.moving import ROWS
 from mergekit_rotation.graph.reading import ModelTensors
 from mergekit_rotation.graph.sides import OUTER, LayerPair, Sides
@@ -73,7 +74,7 @@ class ModelSolver:
         self.layout, self.sizes = self.sides.layout, self.sides.sizes
         self.judge = Judge(self.sides)
         #: whether no map of the stream could be computed
-        self.unsolved = False
+        self.failed = False
 
     def solve(self, with_layers: bool = True) -> ModelTransformation:
         """Return the best transformation, and report what was done to the current run.
@@ -92,7 +93,7 @@ class ModelSolver:
             candidates = [Candidate(None)]
             if self.residual != "none" and not self.sides.same_outside(self.pairs):
                 candidates += self._candidate(self._first_map, "the residual stream")
-                self.unsolved = len(candidates) == 1
+                self.failed = len(candidates) == 1
             left = self._measure(candidates)
             for _ in range(self.rounds - 1):
                 last = left[-1]
@@ -279,10 +280,10 @@ class ModelSolver:
                     seconds=time.perf_counter() - start,
                     condition=run.condition(transformation),
                     scaled=spec.scaled_apart(goal, inside, after, scale),
-                    unsolved=solved is None,
+                    failed=solved is None,
                     layers=pair.indices,
                     applied=transformation,
-                    orders=spec.orders(),
+                    orders=orders(transformation, spec.orders()),
                 )
             )
 
@@ -356,7 +357,7 @@ class ModelSolver:
             return
         model = str(self.other.model)
         if len(candidates) == 1:
-            this.record_stream(run.StreamRecord(model, self.residual, unsolved=self.unsolved))
+            this.record_stream(run.StreamRecord(model, self.residual, failed=self.failed))
             return
         taken = 0 if best.stream is None else candidates.index(best)
         this.record_stream(

@@ -13,6 +13,7 @@ from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.checkpoints import FLOATING
 from mergekit_rotation.graph.errors import RotationError, is_out_of_memory, one_line
+from mergekit_rotation.graph.motion import orders
 from mergekit_rotation.symmetry import Transformation, all_finite, full_precision, working_dtype
 
 Tensors = Mapping[str, torch.Tensor]
@@ -80,6 +81,7 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
 
     spec: BlockSpec
     layer: str
+    layers: tuple[int, int]
     label: str | None
     legs: tuple[Leg, ...]
 
@@ -117,7 +119,9 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             seconds=time.perf_counter() - start,
             condition=run.condition(transformation),
             scaled=not same and self.spec.scaled_apart(reference, other, after, scale),
-            unsolved=solved is None,
+            failed=solved is None,
+            layers=self.layers,
+            orders=orders(transformation, self.spec.orders()),
         )
         run.current().record(record)
         return moved

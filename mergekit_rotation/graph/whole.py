@@ -18,6 +18,7 @@ from mergekit_rotation.architecture import Block, Layer
 from mergekit_rotation.graph import parameters, run, saved
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.layer import LayerPlan
 from mergekit_rotation.graph.layout import (
     Unsupported,
     check_header,
@@ -107,6 +108,7 @@ class WholeModels:
                 solver = self._solver(model, templates)
             except Unsupported as problem:
                 self._refuse_or_skip(model, problem)
+                LayerPlan.leave(model, self._reference(), "all layers", str(problem))
                 continue
             result[model] = solver.solve(self._meet(model))
             fingerprints[model] = solver.sides.fingerprints
@@ -217,6 +219,10 @@ class WholeModels:
         specs = tuple(
             self._spec(block, layer, subject, b) for block in self._present(kinds, subject, b)
         )
+        for spec in specs:
+            if not spec.used():
+                place = f"{layer.plan.name} {spec.kind}"
+                layer.plan.leave(model, self._reference(), place, "switched off")
         for reader, index in ((self.output.tensors(self._reference()), a), (tensors, b)):
             for spec in specs:
                 for template, _ in spec.patterns:
@@ -224,7 +230,7 @@ class WholeModels:
                     if load is not None:
                         shape = spec.pattern(template).shape(dict(spec.sizes))
                         check_header(reader.checkpoint, load, shape)
-        return LayerPair(a, b, specs, f"{self.output.module}.{layer.index}")
+        return LayerPair(a, b, specs, layer.plan.name)
 
     def _reference(self) -> ModelReference:
         assert self.reference is not None

@@ -49,6 +49,7 @@ def show_comparison(comparison: Comparison, console: Console | None = None) -> N
 def show_report(report: Report, console: Console) -> None:
     """Print a pair: one row per layer, and the verdict with what it rests on."""
     data = report.data()
+    assert report.verdict is not None  # as of all that compare has measured
     if not report.apart:
         title = f"{data['model']} aligned to {data['reference']}"
         console.print(title, highlight=False, markup=False)

@@ -6,7 +6,6 @@ from mergekit.config import MergeConfiguration
 
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.errors import RotationError
-from mergekit_rotation.graph.parameters import RESERVED
 from merging import Twins, config, merge, merged, weights
 
 YAML = """
@@ -101,12 +100,6 @@ def test_models_that_mergekit_multi_has_put_in_are_paths_again(name):
     assert config.models[0].parameters == {name: "work/first", "weight": 1.0}
     assert config.parameters == {"align_reference": "work/first"}
     assert used == {"first"}
-
-
-@pytest.mark.parametrize("name", RESERVED)
-def test_reserved_names_say_so(name):
-    with pytest.raises(RotationError, match=f"{name} is reserved for a later version"):
-        read(f"parameters: {{{name}: true}}")
 
 
 def test_plain_methods_are_not_looked_at():
