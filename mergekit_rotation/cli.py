@@ -8,7 +8,7 @@ from pathlib import Path
 import click
 
 from mergekit_rotation import startup
-from mergekit_rotation.insight.commands import MISSING, compare, mergekit_with_methods
+from mergekit_rotation.insight.commands import MISSING, compare, mergekit_with_methods, verify
 
 
 class _Commands(click.Group):
@@ -43,6 +43,7 @@ def main() -> None:
 
 
 main.add_command(compare)
+main.add_command(verify)
 
 
 @main.command()

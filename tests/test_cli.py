@@ -193,6 +193,7 @@ def test_help_and_version_need_no_mergekit(lonely: Environment) -> None:
         "check-architecture",
         "compare",
         "doctor",
+        "verify",
         "yaml",
     }
     assert all(len(words) > 3 for words in listed if words)

@@ -76,6 +76,25 @@ def _prepared(device: str, trust_remote_code: bool, verbose: bool, quiet: bool) 
     )
 
 
+class _Failed(click.ClickException):
+    """An error of a command whose exit code 1 is an answer."""
+
+    exit_code = 2
+
+
+def _errors_exit_with_2(function: Callable[..., None]) -> Callable[..., None]:
+    @functools.wraps(function)
+    def command(**given: Any) -> None:
+        try:
+            function(**given)
+        except click.UsageError:
+            raise
+        except click.ClickException as problem:
+            raise _Failed(problem.message) from problem
+
+    return command
+
+
 def _write(path: Path | None, data: Any) -> None:
     """Write JSON for machines, if a file for it is named."""
     if path is not None:
@@ -126,3 +145,50 @@ def compare(models: tuple[str, ...], json_file: Path | None, scale: bool, option
     comparison = Comparison.of(models, options, scale)
     _write(json_file, comparison.data())
     show_comparison(comparison)
+
+
+@click.command()
+@click.argument("first", metavar="A")
+@click.argument("second", metavar="B")
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Read the first tokens of this file, in place of random ones.",
+)
+@click.option(
+    "--dtype",
+    type=click.Choice(["float32", "float64"]),
+    default="float32",
+    show_default=True,
+    help="In which the models are run.",
+)
+@_JSON
+@_errors_exit_with_2
+@_options
+def verify(
+    first: str, second: str, text: Path | None, dtype: str, json_file: Path | None, options: Any
+) -> None:
+    """Tell whether two models are the same function.
+
+    Both are run by transformers on the same inputs, one after the other: random tokens (images,
+    spectrograms), or the first tokens of a text. Their outputs may differ by four times what a
+    random rounding of all weights of A, to the dtype in which they are stored, changes in A's.
+
+    Exits with 0 if they are the same, 1 if not, 2 if that cannot be told. If not, the first hidden
+    state that differs shows where it starts. Hidden states that differ while outputs agree are in
+    other coordinates.
+
+    The JSON has schema, version, models, same, reason (of different shapes), stream (same or other
+    coordinates), apart_from (the first place), inputs, dtype, stored, outputs and hidden (name,
+    relative, largest, bound, agrees), unseen (parts that the inputs do not reach).
+    """
+    import torch
+
+    from mergekit_rotation.insight.tables import show_verified
+    from mergekit_rotation.insight.verify import verify as verified
+
+    answer = verified(first, second, options, getattr(torch, dtype), text)
+    _write(json_file, answer.data())
+    show_verified(answer)
+    if not answer.same:
+        raise click.exceptions.Exit(1)

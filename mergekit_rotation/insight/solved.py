@@ -94,7 +94,7 @@ def solve(reference: str, other: str, options: MergeOptions, scale: bool = False
         If one of them cannot be read, or no symmetries are known for it.
     """
     LoaderCache().setup(options=options)
-    first, second = (_checkpoint(model, options) for model in (reference, other))
+    first, second = (checkpoint_of(model, options) for model in (reference, other))
     try:
         layout_of(first)
         layout_of(second)
@@ -119,7 +119,14 @@ def solve(reference: str, other: str, options: MergeOptions, scale: bool = False
         raise Apart(str(problem).split(";")[0]) from problem
 
 
-def _checkpoint(model: str, options: MergeOptions) -> Checkpoint:
+def checkpoint_of(model: str, options: MergeOptions) -> Checkpoint:
+    """Return the checkpoint of a model, as in a configuration of mergekit's.
+
+    Raises
+    ------
+    RotationError
+        If it cannot be read, or is quantised.
+    """
     found = ModelReference.parse(model)
     try:
         config = found.config(trust_remote_code=options.trust_remote_code)

@@ -10,6 +10,7 @@ from rich.table import Table
 
 from mergekit_rotation.graph.report import Report
 from mergekit_rotation.insight.compared import Comparison
+from mergekit_rotation.insight.verify import Verified
 
 _MEANING = {
     "same-coordinates": "merge them as they are",
@@ -65,6 +66,37 @@ def show_report(report: Report, console: Console) -> None:
         f"\nverdict: [bold]{report.verdict}[/bold]: {_MEANING[report.verdict]}{_because(report)}",
         highlight=False,
     )
+
+
+def show_verified(verified: Verified, console: Console | None = None) -> None:
+    """Print whether two models are the same function, and how far they are apart where."""
+    console = console or Console()
+    first, second = verified.models
+    table = Table(box=SIMPLE_HEAD, padding=(0, 2, 0, 0))
+    for name in ("", "relative", "by rounding", "largest"):
+        table.add_column(name, justify="right" if name else "left")
+    for entry in (*verified.hidden, *verified.outputs):
+        numbers = (entry.relative, entry.bound, entry.largest)
+        style = None if entry.agrees else "bold"
+        table.add_row(entry.name, *(f"{number:.2g}" for number in numbers), style=style)
+    if verified.outputs:
+        stored, computed = (
+            str(x).removeprefix("torch.") for x in (verified.stored, verified.dtype)
+        )
+        title = f"differences on {verified.inputs}, in {computed}, weights stored in {stored}"
+        console.print(title, highlight=False, markup=False)
+        console.print(table)
+    said = [f"{second} is {'' if verified.same else 'not '}the same function as {first}"]
+    if verified.reason:
+        said.append(f": {verified.reason}")
+    elif not verified.same:
+        said.append(f": they differ from {verified.apart} on")
+    elif verified.stream == "other":
+        said.append(f"; its residual stream is in other coordinates, from {verified.apart} on")
+    console.print("".join(said), highlight=False, markup=False)
+    if verified.unseen:
+        unseen = ", ".join(verified.unseen)
+        console.print(f"note: not run, so not verified: {unseen}", highlight=False, markup=False)
 
 
 def _because(report: Report) -> str:

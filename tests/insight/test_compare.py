@@ -2,7 +2,6 @@
 
 import copy
 import json
-import logging
 import math
 import weakref
 from pathlib import Path
@@ -71,16 +70,6 @@ def tolerance(folder):
     """Sums of squares of n float32 numbers err like n eps; distances like the root of that."""
     n = sum(x.numel() for x in weights(folder).values())
     return n * torch.finfo(torch.float32).eps
-
-
-@pytest.fixture(autouse=True)
-def log_levels():
-    """The command sets them for its process, which here is that of other tests, too."""
-    loggers = [logging.getLogger(name) for name in ("mergekit", "mergekit_rotation")]
-    before = [logger.level for logger in loggers]
-    yield
-    for logger, level in zip(loggers, before, strict=True):
-        logger.setLevel(level)
 
 
 def aligned(other, reference, residual, out):
