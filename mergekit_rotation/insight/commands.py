@@ -1,6 +1,7 @@
 """The commands that compare, verify and align models; what they need is imported when they run."""
 
 import functools
+import importlib.util
 import json
 import logging
 from collections.abc import Callable, Iterator
@@ -109,12 +110,47 @@ _JSON = click.option(
 )
 
 
+def _plottable(
+    context: click.Context, parameter: click.Parameter, file: Path | None
+) -> Path | None:
+    """Refuse a picture that cannot be drawn before hours were spent on what it shows."""
+    if file is None:
+        return None
+    if file.suffix.lower() not in (".png", ".svg"):
+        raise click.BadParameter("name a file that ends in .png or .svg", context, parameter)
+    if not file.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {file.parent}", context, parameter)
+    if importlib.util.find_spec("matplotlib") is None:
+        raise click.ClickException(
+            "--plot needs matplotlib; pip install 'mergekit-rotation[plot]' (or pip install "
+            "matplotlib)."
+        )
+    return file
+
+
+_PLOT = click.option(
+    "--plot",
+    "plot_file",
+    type=click.Path(path_type=Path, dir_okay=False),
+    callback=_plottable,
+    metavar="FILE.png|.svg",
+    help="Draw the result; needs matplotlib (the extra `plot`).",
+)
+
+
 @click.command()
 @click.argument("models", nargs=-1, required=True, metavar="A B [C ...]")
 @_JSON
+@_PLOT
 @click.option("--scale", is_flag=True, help="Also undo scalings, as align_scale does.")
 @_options
-def compare(models: tuple[str, ...], json_file: Path | None, scale: bool, options: Any) -> None:
+def compare(
+    models: tuple[str, ...],
+    json_file: Path | None,
+    plot_file: Path | None,
+    scale: bool,
+    options: Any,
+) -> None:
     r"""Tell how two models, or more, are related.
 
     In every pair the second model is aligned to the first: heads, neurons, experts and, where their
@@ -127,7 +163,8 @@ def compare(models: tuple[str, ...], json_file: Path | None, scale: bool, option
       unrelated         only align_residual has a chance, and training after it
 
     Distances are relative Frobenius norms over all tensors that both models store, |A - B| / |A|,
-    as they are and once B is aligned.
+    as they are and once B is aligned. The picture of a pair has them by layer and part; that of
+    more models shows their kinship and verdicts, relatives beside one another.
 
     The JSON of a pair has at the top level: schema, reference, model, verdict, evidence (numbers
     and thresholds), reason (why shapes do not fit), distance_before, distance_after,
@@ -144,6 +181,10 @@ def compare(models: tuple[str, ...], json_file: Path | None, scale: bool, option
 
     comparison = Comparison.of(models, options, scale)
     _write(json_file, comparison.data())
+    if plot_file is not None:
+        from mergekit_rotation.insight.plots import plot_comparison
+
+        plot_comparison(comparison.data(), plot_file)
     show_comparison(comparison)
 
 
