@@ -102,7 +102,7 @@ def _report(this: Run, model: str, reference: str) -> Report:
             for entry in this.unsolved
             if (entry.model, entry.reference) == (model, reference)
         ]
-        + [f"{LEFT}: {place}" for place in sorted(this.left.get(model, []))],
+        + [f"{place}: {LEFT}" for place in sorted(this.left.get(model, []))],
         compared=False,
     )
 

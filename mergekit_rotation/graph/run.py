@@ -229,12 +229,15 @@ class Run:
         Raises
         ------
         RotationError
-            If the output folder is one of the inputs.
+            If the output folder is one of the inputs, or cannot be written to.
         """
         for path in inputs:
             if os.path.exists(out_path) and os.path.exists(path):
                 if os.path.samefile(out_path, path):
                     raise RotationError(f"{out_path} is one of the inputs; write to another folder")
+        os.makedirs(out_path, exist_ok=True)
+        if not os.access(out_path, os.W_OK | os.X_OK):
+            raise RotationError(f"{out_path} cannot be written to; choose another output folder")
         self.out_path = out_path
         self._begun = True
         self._remove_model()

@@ -277,6 +277,14 @@ def test_output_that_cannot_be_a_folder(twins, tmp_path):
     assert said.startswith(f"{out}: File exists; ")
 
 
+@pytest.mark.tally("bad inputs refused")
+def test_output_that_is_read_only(twins, tmp_path, monkeypatch):
+    monkeypatch.setattr(os, "access", lambda path, mode: not (mode & os.W_OK))
+    raw = config("rotation_linear", [twins.reference, twins.others[0]])
+    assert f"{tmp_path / 'out'} cannot be written to" in sentence(merge(raw, tmp_path / "out"))
+    assert not list((tmp_path / "out").glob("*"))
+
+
 def _full(*_, **__):
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
