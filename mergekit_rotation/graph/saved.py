@@ -30,7 +30,9 @@ from mergekit_rotation.symmetry import (
     StreamMap,
 )
 
-FORMAT = "mergekit-rotation transformation 1"
+FORMAT = "mergekit-rotation transformation 2"
+KEY = "align_save"
+"""The one entry of the metadata: safetensors writes several in another order each time."""
 
 
 @dataclass(frozen=True)
@@ -90,13 +92,14 @@ def write(
                 "reference_fingerprints": _to_json(theirs),
             }
         )
-    metadata = {
+    contents = {
         "format": FORMAT,
         "mergekit_rotation": version("mergekit-rotation"),
         "mergekit": version("mergekit"),
         "torch": version("torch"),
-        "models": json.dumps(about),
+        "models": about,
     }
+    metadata = {KEY: json.dumps(contents)}
     try:
         os.makedirs(os.path.dirname(os.path.abspath(path)), exist_ok=True)
         save_file(data, path + ".part", metadata=metadata)
@@ -115,16 +118,16 @@ def read(path: str) -> list[Entry]:
     """
     try:
         with safe_open(path, framework="pt") as file:
-            metadata = file.metadata() or {}
+            contents = json.loads((file.metadata() or {}).get(KEY, "{}"))
             data = {name: file.get_tensor(name) for name in file.keys()}
     except Exception as problem:
         raise RotationError(f"align_load: cannot read {path} ({problem})") from problem
-    if metadata.get("format") != FORMAT:
+    if contents.get("format") != FORMAT:
         raise RotationError(
             f"align_load: {path} is not a file that align_save of this version has written"
         )
     entries = []
-    for number, about in enumerate(json.loads(metadata["models"])):
+    for number, about in enumerate(contents["models"]):
         prefix = f"{number}/"
         mine = {k.removeprefix(prefix): x for k, x in data.items() if k.startswith(prefix)}
         entries.append(

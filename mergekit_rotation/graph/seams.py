@@ -232,6 +232,8 @@ def plan_alignment() -> None:
     _wrap(MergePlanner, "plan_in_memory", ("self",), _plan_in_memory)
     writer = _class("mergekit.io.tasks", "TensorWriterTask")
     _wrap(writer, "execute", ("self",), _open_writer)
+    build = import_module("mergekit.tokenizer.build")
+    _wrap(build, "build_union_tokenizer", ("base_tok", "tokenizers"), _build_union)
 
 
 def _plan(original: Callable[..., Any], planner: Any) -> None:
@@ -241,12 +243,14 @@ def _plan(original: Callable[..., Any], planner: Any) -> None:
         return
     from mergekit_rotation.graph import parameters, spelling
     from mergekit_rotation.graph.planning import Alignment
+    from mergekit_rotation.graph.vocabulary import by_row
 
     # A configuration that was not read but built by a program has not been looked at yet.
     given = planner.config.model_dump()
     parameters.check_mapping(given)
     _, unused = spelling.check_keys(given, method.spec, parameters.KNOWN)
     spelling.warn_of_keys(method.spec, unused)
+    planner._tokenizer_task = by_row(planner._tokenizer_task)
     planner._rotation = alignment = Alignment(planner)
     alignment.check_inputs()
     original(planner)
@@ -317,6 +321,12 @@ def _plan_in_memory(original: Callable[..., Any], planner: Any) -> Any:
         )
         for weight, task in planner._tensors
     ]
+
+
+def _build_union(original: Callable[..., Any], base: Any, tokenizers: Any, **kwargs: Any) -> Any:
+    from mergekit_rotation.graph.vocabulary import listed
+
+    return original(base, listed(tokenizers), **kwargs)
 
 
 def _open_writer(original: Callable[..., Any], task: Any, **kwargs: Any) -> Any:

@@ -1,8 +1,13 @@
-"""Which rows of two vocabularies stand for the same token."""
+"""Which rows of two vocabularies stand for the same token, and the order of tokens in a union."""
 
 import os
+from collections.abc import Mapping
+from contextvars import ContextVar
+from typing import Any
 
 import torch
+from mergekit.tokenizer import BuildTokenizer
+from mergekit.tokenizer.build import TokenizerInfo
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from mergekit_rotation.graph.checkpoints import Checkpoint
@@ -71,3 +76,50 @@ def _vocabulary(checkpoint: Checkpoint) -> dict[str, int] | None:
     if not any(os.path.exists(os.path.join(folder, name)) for name in _OTHER_FILES):
         return None
     return dict(AutoTokenizer.from_pretrained(folder).get_vocab())
+
+
+# -- unions ---------------------------------------------------------------------------------------
+
+_by_row = ContextVar("_by_row", default=False)
+
+
+class BuildByRow(BuildTokenizer):
+    """`BuildTokenizer` that adds the tokens of each model to a union in the order of their rows.
+
+    mergekit takes them as they come out of a hash table, in another order each time; the order of
+    rows is one of those.
+    """
+
+    def execute(self, **_kwargs: Any) -> TokenizerInfo:
+        token = _by_row.set(True)
+        try:
+            return super().execute()
+        finally:
+            _by_row.reset(token)
+
+
+def by_row(build: BuildTokenizer | None) -> BuildByRow | None:
+    """Return the twin of mergekit's task, if there is one."""
+    if build is None:
+        return None
+    return BuildByRow(**{name: getattr(build, name) for name in BuildTokenizer.model_fields})
+
+
+class _Ordered:
+    """A tokenizer whose vocabulary is listed by row."""
+
+    def __init__(self, tokenizer: Any):
+        self._tokenizer = tokenizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._tokenizer, name)
+
+    def get_vocab(self) -> dict[str, int]:
+        return dict(sorted(self._tokenizer.get_vocab().items(), key=lambda item: item[1]))
+
+
+def listed(tokenizers: Mapping[Any, Any]) -> Mapping[Any, Any]:
+    """Return the tokenizers of a union, ordered if a `BuildByRow` is at work."""
+    if not _by_row.get():
+        return tokenizers
+    return {model: _Ordered(tokenizer) for model, tokenizer in tokenizers.items()}

@@ -1,6 +1,7 @@
 """Facts about mergekit that the seams rest on, one test per seam."""
 
 import inspect
+from importlib import import_module
 
 import mergekit.config
 import mergekit.merge
@@ -64,6 +65,22 @@ def test_the_writer_of_a_merge_is_known(tmp_path):
 def test_both_plans_go_through_the_private_plan():
     for method in (MergePlanner.plan_to_disk, MergePlanner.plan_in_memory):
         assert "self._plan()" in inspect.getsource(inspect.unwrap(method))
+
+
+def test_a_union_takes_new_tokens_as_a_hash_table_lists_them():
+    build = import_module("mergekit.tokenizer.build")
+    assert build.build_union_tokenizer._mergekit_rotation
+    source = inspect.getsource(build.build_union_tokenizer.__wrapped__)
+    assert "vocab = tokenizer.get_vocab()\n        for tok, idx in vocab.items():" in source
+    assert "tokenizer_out = build_union_tokenizer(" in inspect.getsource(build.build_tokenizer)
+    assert "return build_tokenizer(" in inspect.getsource(BuildTokenizer.execute)
+    assert set(BuildTokenizer.model_fields) == {
+        "base_model",
+        "referenced_models",
+        "tokenizer_source",
+        "add_tokens",
+        "trust_remote_code",
+    }
 
 
 def test_a_layer_appends_to_tensors_and_counts_up():

@@ -7,11 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 from mergekit.graph import Executor
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
 import scramble
 import scramble_stream
 import tiny
 from mergekit_rotation.architecture import all_families, find_family
+from mergekit_rotation.graph import saved
 from mergekit_rotation.proof import Subject
 from merging import (
     QUIET,
@@ -508,6 +511,24 @@ def test_a_change_deep_in_a_model_is_found_while_it_streams(tmp_path):
     other = changed_copy(pair.twin, tmp_path / "other", change)
     entries = config("rotation_linear", [pair.reference, other], parameters={"align_load": file})
     assert "mlp.down_proj.weight is not the tensor" in error(entries, tmp_path / "out")
+
+
+@pytest.mark.parametrize("changed", [{"format": "mergekit-rotation transformation 1"}, None])
+def test_a_transformation_of_another_version_is_refused(changed, tmp_path):
+    pair = Pair(tmp_path)
+    file = str(tmp_path / "t.safetensors")
+    merged(pair.config(align_save=file), tmp_path / "first")
+    with safe_open(file, "pt") as opened:
+        (text,) = opened.metadata().values()
+    contents = json.loads(text)
+    if changed is None:  # as before version 2: an entry of the metadata for every key
+        found = {key: x if isinstance(x, str) else json.dumps(x) for key, x in contents.items()}
+    else:
+        found = {saved.KEY: json.dumps(contents | changed)}
+    save_file(load_file(file), file, metadata=found)
+    lone = config("rotation_align", [pair.twin], None, parameters={"align_load": file})
+    expected = f"{file} is not a file that align_save of this version has written"
+    assert expected in error(lone, tmp_path / "out")
 
 
 def test_a_transformation_of_another_shape_is_refused(tmp_path):
