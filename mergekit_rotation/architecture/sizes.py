@@ -7,6 +7,7 @@ an axis that is known already or a dotted path into the configuration. The first
 list whose names all exist and are not null gives the size.
 """
 
+import math
 import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +40,7 @@ def lookup(config: object, path: str, layer: int = 0) -> Any:
         if value is None:
             return None
     if path.endswith("[layer]"):
-        return value[layer] if layer < len(value) else None
+        return value[layer] if isinstance(value, Sequence) and layer < len(value) else None
     return value
 
 
@@ -49,7 +50,8 @@ def evaluate(expression: str, config: object, known: Mapping[str, int]) -> int |
     Raises
     ------
     LayoutError
-        If a division leaves a remainder or a value is not a positive number.
+        If a division leaves a remainder, or a value or the result is not a positive number. With
+        a fraction among the values the result is rounded down, as transformers does.
     """
     if "".join(m.group(0) for m in _TERM.finditer(expression)) != expression:
         raise LayoutError(f"cannot read size expression {expression!r}")
@@ -58,7 +60,8 @@ def evaluate(expression: str, config: object, known: Mapping[str, int]) -> int |
         value = int(name) if name.isdigit() else known.get(name, lookup(config, name))
         if value is None:
             return None
-        if isinstance(value, bool) or not isinstance(value, int | float) or value <= 0:
+        number = isinstance(value, int | float) and not isinstance(value, bool)
+        if not (number and 0 < value < math.inf):
             raise LayoutError(f"{name} = {value!r} in the configuration is not a positive number")
         if sign == "/" and isinstance(result, int) and isinstance(value, int):
             if result % value:
@@ -66,6 +69,8 @@ def evaluate(expression: str, config: object, known: Mapping[str, int]) -> int |
             result //= value
         else:
             result = _OPERATORS[sign](result, value)
+    if not 1 <= result < math.inf:
+        raise LayoutError(f"{expression} is {result} in the configuration, which is no size")
     return int(result)
 
 
