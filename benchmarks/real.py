@@ -165,7 +165,7 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-def run(variant: str, models: list[Path], out: Path) -> tuple[float, float]:
+def run(variant: str, models: list[Path], out: Path, *options: str) -> tuple[float, float]:
     """Merge in a process of its own; wall seconds and peak memory in MiB."""
     shutil.rmtree(out, ignore_errors=True)
     method, parameters = VARIANTS[variant]
@@ -178,7 +178,7 @@ def run(variant: str, models: list[Path], out: Path) -> tuple[float, float]:
     command = [str(Path(sys.executable).parent / "mergekit-yaml"), str(file), str(out)]
     start = time.perf_counter()
     process = subprocess.Popen(
-        [*command, "--no-write-model-card", "--quiet"],
+        [*command, "--no-write-model-card", "--quiet", *options],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         stderr=subprocess.DEVNULL,
     )

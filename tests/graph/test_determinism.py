@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import tiny
-from merging import Twins, config, merged, save_tokenizer, write
+from merging import Twins, config, merged, save_tokenizer, weights, write
 
 
 @pytest.fixture(scope="module")
@@ -101,3 +101,54 @@ def test_solving_draws_no_random_numbers_of_others(case, parameters, tmp_path):
 def states():
     name, keys, *more = np.random.get_state()
     return torch.get_rng_state().tolist(), (name, keys.tolist(), *more), random.getstate()
+
+
+# -- threads --------------------------------------------------------------------------------------
+
+WIDE = {"hidden_size": 160, "intermediate_size": 320, "num_hidden_layers": 1}
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    """A model whose matrices are large enough for several threads, and a twin."""
+    twins = Twins("llama", tmp_path_factory.mktemp("wide"), **WIDE)
+    return [twins.reference, *twins.others]
+
+
+def test_threads_change_the_last_bits_of_rotated_tensors_only(wide, tmp_path, monkeypatch):
+    """Sums of n products differ by n eps; polar factors by that, times their condition number.
+
+    A polar factor of G changes by 2 |dG| / (sigma_min + sigma_min') at most (R.-C. Li, SIAM J.
+    Matrix Anal. Appl. 16, 1995, theorem 1); cross-Grams are summed in float64.
+    """
+    conditions = []
+    original = torch.linalg.svd
+
+    def spied(matrix, **options):
+        found = original(matrix, **options)
+        values = found.S if hasattr(found, "S") else found[1]
+        conditions.append(float((values.square().sum(-1).sqrt() / values[..., -1]).max()))
+        return found
+
+    monkeypatch.setattr(torch.linalg, "svd", spied)
+    raw = config("rotation_linear", wide)
+    one, two = (with_threads(number, raw, tmp_path / str(number)) for number in (1, 2))
+    assert conditions
+    n = WIDE["intermediate_size"]
+    bound = n * torch.finfo(torch.float32).eps
+    bound += 4 * n * torch.finfo(torch.float64).eps * max(conditions)
+    assert bound < 1e-3
+    for name, x in one.items():
+        if "self_attn" in name:
+            assert (two[name] - x).norm() <= bound * x.norm()
+        else:
+            assert torch.equal(two[name], x)
+
+
+def with_threads(number, raw, out):
+    before = torch.get_num_threads()
+    torch.set_num_threads(number)
+    try:
+        return weights(merged(raw, out))
+    finally:
+        torch.set_num_threads(before)

@@ -130,7 +130,7 @@ def test_weights_are_read_to_the_accelerator(twins, tmp_path):
 def test_random_methods_draw_what_they_draw_without_the_prefix(twins, tmp_path):
     """A fine-tune in the reference's coordinates stays where it is: same seed, same bytes."""
     both = [twins.reference, near(twins, tmp_path / "near")]
-    for method in ("dare_ties", "della"):
+    for method in ("dare_ties", "dare_linear", "della", "della_linear"):
         found = {}
         for name, seed in (("rotation_", "1"), ("", "1"), ("rotation_", "2")):
             raw = config(name + method, both, base_model=str(both[0]), parameters={"density": 0.5})
