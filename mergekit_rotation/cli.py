@@ -10,24 +10,34 @@ import click
 from mergekit_rotation import startup
 from mergekit_rotation.insight.commands import MISSING, compare, mergekit_with_methods, verify
 
+#: commands with the options of mergekit's, and what the list of commands says of them
+_LATE = {
+    "plan": (
+        "mergekit_rotation.insight.plan_command",
+        "Tell what a merge would do, and what it takes.",
+    ),
+    "yaml": ("mergekit.scripts.run_yaml", "mergekit-yaml, where start-up hooks do not run."),
+}
+
 
 class _Commands(click.Group):
-    """Adds mergekit's own command as ``yaml``, imported when it is asked for."""
+    """Adds the commands that need mergekit from the start, imported when they are asked for."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "yaml"])
+        return sorted([*super().list_commands(ctx), *_LATE])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name != "yaml":
+        if cmd_name not in _LATE:
             return super().get_command(ctx, cmd_name)
         with mergekit_with_methods():
-            from mergekit.scripts.run_yaml import main as merge
-        return merge
+            importlib.import_module("mergekit.merge")  # before modules of ours that need it
+            command: click.Command = importlib.import_module(_LATE[cmd_name][0]).main
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing mergekit, which takes seconds."""
         rows = {name: command.get_short_help_str(55) for name, command in self.commands.items()}
-        rows["yaml"] = "mergekit-yaml, where start-up hooks do not run."
+        rows |= {name: text for name, (_, text) in _LATE.items()}
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows.items()))
 

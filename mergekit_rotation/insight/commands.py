@@ -96,7 +96,7 @@ def _errors_exit_with_2(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _write(path: Path | None, data: Any) -> None:
+def write_json(path: Path | None, data: Any) -> None:
     """Write JSON for machines, if a file for it is named."""
     if path is not None:
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
@@ -180,7 +180,7 @@ def compare(
     from mergekit_rotation.insight.tables import show_comparison
 
     comparison = Comparison.of(models, options, scale)
-    _write(json_file, comparison.data())
+    write_json(json_file, comparison.data())
     if plot_file is not None:
         from mergekit_rotation.insight.plots import plot_comparison
 
@@ -229,7 +229,7 @@ def verify(
     from mergekit_rotation.insight.verify import verify as verified
 
     answer = verified(first, second, options, getattr(torch, dtype), text)
-    _write(json_file, answer.data())
+    write_json(json_file, answer.data())
     show_verified(answer)
     if not answer.same:
         raise click.exceptions.Exit(1)
