@@ -20,6 +20,7 @@ from mergekit_rotation.graph import run
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.errors import RotationError, in_one_sentence
 from mergekit_rotation.graph.report import SCHEMA
+from mergekit_rotation.graph.seams import validation
 from mergekit_rotation.graph.tasks import AlignBlock
 from mergekit_rotation.insight.headers import HeaderLoaders, headers_only, stored_bytes
 from mergekit_rotation.insight.pace import Pace
@@ -255,8 +256,10 @@ def parsed(source: str) -> MergeConfiguration:
         )
     try:
         return MergeConfiguration.model_validate(documents[0] if documents else None)
+    except RotationError:
+        raise
     except Exception as problem:
-        raise in_one_sentence(problem, "") or problem from problem
+        raise RotationError(f"{validation(problem)}; correct the configuration") from problem
 
 
 def plan(source: str, out: str | None, options: MergeOptions) -> Plan:

@@ -9,7 +9,7 @@ from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Table
 
-from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.errors import RotationError, one_line
 from mergekit_rotation.insight.commands import write_json
 from mergekit_rotation.insight.headers import NotHere
 from mergekit_rotation.insight.plan import Plan, plan, refused
@@ -67,11 +67,13 @@ def main(
         found = plan(config.read_text(encoding="utf-8"), out, options)
     except NotHere as problem:
         raise _Untold(str(problem)) from None
-    except RotationError as problem:
+    except Exception as problem:
         write_json(json_file, refused(problem))
         if options.verbosity:
             logging.getLogger(__name__).info("", exc_info=True)
-        raise
+        if isinstance(problem, RotationError):
+            raise
+        raise click.ClickException(f"{one_line(problem)} (-v shows where)") from problem
     write_json(json_file, found.data())
     show(found, options)
 
