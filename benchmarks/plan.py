@@ -53,7 +53,9 @@ def row(name: str, variant: str, models: list[Path], out: Path, options: tuple[s
     seconds, measured = run(variant, models, out, *options)
     guess, memory = predicted(out.with_suffix(".yml"), *options)
     ratio = memory / measured
-    print(f"{name:45}{measured:8.0f}{memory:8.0f}{ratio:7.2f}{seconds:8.1f}{guess:8.1f}", flush=True)
+    print(
+        f"{name:45}{measured:8.0f}{memory:8.0f}{ratio:7.2f}{seconds:8.1f}{guess:8.1f}", flush=True
+    )
     assert abs(ratio - 1) <= 0.25, name
     return f"| {name} | {measured:.0f} | {memory:.0f} | {ratio:.2f} | {seconds:.0f} | {guess:.0f} |"
 

@@ -130,7 +130,9 @@ class HeaderLoaders(dict[ModelReference, HeaderLoader]):
             name = f"{model.model._unique_id()}_{model.lora._unique_id()}"
             if not os.path.exists(os.path.join(options.lora_merge_cache, name)):
                 self._folder(bare)
-                PeftConfig.from_pretrained(model.lora.path, revision=model.lora.revision)
+                adapter = PeftConfig.from_pretrained(model.lora.path, revision=model.lora.revision)
+                if adapter.peft_type is None:
+                    raise ValueError(f"{model.lora}: its adapter_config.json names no peft_type")
                 return None
         found: ModelReference = model.merged(
             options.lora_merge_cache, options.trust_remote_code, options.lora_merge_dtype

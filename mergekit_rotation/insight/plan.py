@@ -6,7 +6,7 @@ import shutil
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -64,10 +64,8 @@ class Row:
     @property
     def layers(self) -> str:
         """The range of layers."""
-        stem, _, last = self.last.rpartition(".")
-        return (
-            self.first if self.first == self.last else f"{self.first}-{last if stem else self.last}"
-        )
+        last = self.last.rpartition(".")[2]
+        return self.first if self.first == self.last else f"{self.first}-{last}"
 
     def data(self) -> dict[str, Any]:
         """Return the row as JSON has it."""
@@ -425,6 +423,13 @@ def _rows(foreseen: Sequence[run.Foreseen], unsolved: Sequence[run.Unsolved]) ->
         key = (row.model, row.reference, row.block, row.symmetries, row.reason)
         groups.setdefault(key, []).append(row)
     rows = [joined for group in groups.values() for joined in _joined(group)]
+    stems = {_place(row.first)[0] for row in rows if _place(row.first)[1] >= 0}
+    if len(stems) == 1:  # of models of one module, its name says nothing
+        start = f"{stems.pop()}."
+        rows = [
+            replace(row, first=row.first.removeprefix(start), last=row.last.removeprefix(start))
+            for row in rows
+        ]
     return sorted(rows, key=lambda row: (row.model, _place(row.first), row.block))
 
 
@@ -435,9 +440,7 @@ def _joined(rows: Sequence[Row]) -> list[Row]:
         if result:
             (stem, last), (other, index) = _place(result[-1].last), _place(row.first)
             if stem == other and index == last + 1:
-                result[-1] = Row(
-                    **{**vars(result[-1]), "last": row.last},
-                )
+                result[-1] = replace(result[-1], last=row.last)
                 continue
         result.append(row)
     return result

@@ -199,7 +199,8 @@ class Rehearsal:
             return task.execute(**arguments), Cost(passes=_bytes(arguments) / 2)
         if isinstance(task, AlignBlock):
             dtypes = [x.dtype for x in arguments.values() if x is not None]
-            return task.outline(**arguments), block_cost(task.spec, dtypes)
+            moved = task.outline(**arguments)
+            return moved, block_cost(task.spec, dtypes, _bytes(moved))
         if isinstance(task, MoveTensor):
             return task.outline(**arguments), self._moving_cost(task, arguments)
         if isinstance(task, PermutedVocabulary):

@@ -44,7 +44,7 @@ class Cost:
     assignment: int = 0
 
 
-def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype]) -> Cost:
+def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0) -> Cost:
     """Return what it takes to solve for a block and to move it.
 
     Follows `solve_attention`, `solve_neurons` and `AlignBlock`, term by term.
@@ -54,6 +54,8 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype]) -> Cost:
     spec : BlockSpec
     dtypes : sequence of torch.dtype
         Of the stored tensors, of both models.
+    returned : int
+        Bytes of the moved tensors, which are made once all is solved, and are not counted.
     """
     sizes = dict(spec.sizes)
     work = working_dtype(*dtypes)
@@ -73,20 +75,20 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype]) -> Cost:
         memory = neurons**2 * width + 2 * one * width
         most = memory + 2 * neurons**2 * _DOUBLE
         return Cost(
-            max(memory, moving),
-            max(most, moving),
+            max(memory - returned, moving),
+            max(most - returned, moving),
             products=2.0 * neurons * entries,
             passes=passes,
         )
     if spec.query_key is None:
         neurons = sizes["f"]
         scores = neurons**2 * width
-        rows = largest * width * (4 if raised else 2)
-        memory = scores + rows
+        signs = 3 * largest * width  # rows in their new order, and their products
+        memory = max(scores + (2 * largest * width if raised else 0), signs)
         most = max(memory, scores + 2 * neurons**2 * _DOUBLE)  # scipy's copy, and its negative
         return Cost(
-            max(memory, moving),
-            max(most, moving),
+            max(memory - returned, moving),
+            max(most - returned, moving),
             products=2.0 * neurons * entries,
             passes=passes,
             assignment=neurons,
@@ -108,7 +110,7 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype]) -> Cost:
                 if isinstance(group, Orthogonal):
                     factors += 4.0 * heads * d**3
     memory = grams + max(rows, bounds)
-    memory = max(memory, moving)
+    memory = max(memory - returned, moving)
     return Cost(memory, memory, products=products, passes=passes, factors=factors)
 
 
