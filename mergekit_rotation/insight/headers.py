@@ -81,7 +81,7 @@ class HeaderLoader(LazyTensorLoader):
             self._seen.add(key)
             self.shard.touched += tensor.nbytes
         if not self.by_tensor:
-            tensor.shard = self.shard
+            tensor.shard = self.shard  # type: ignore[attr-defined]
         return tensor
 
     def flush(self) -> None:

@@ -1,12 +1,10 @@
 """What a merge would do, found out by planning it and running its schedule without values."""
 
-import logging
 import os
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from importlib import import_module
 from importlib.metadata import version
 from typing import Any
@@ -17,66 +15,15 @@ from mergekit.config import MergeConfiguration
 from mergekit.options import MergeOptions
 
 from mergekit_rotation.graph import run
-from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.errors import RotationError, in_one_sentence
 from mergekit_rotation.graph.report import SCHEMA
 from mergekit_rotation.graph.seams import validation
-from mergekit_rotation.graph.tasks import AlignBlock
 from mergekit_rotation.insight.headers import HeaderLoaders, headers_only, stored_bytes
 from mergekit_rotation.insight.pace import Pace
+from mergekit_rotation.insight.plan_rows import Row, foreseen_blocks, rows_of
 from mergekit_rotation.insight.rehearsal import Rehearsal, Usage
+from mergekit_rotation.insight.stopping import Reached, heard, stopped
 from mergekit_rotation.insight.workspace import Cost, solver_cost
-from mergekit_rotation.symmetry import DirectSum, Group, Pattern, Trivial
-
-_GROUPS = {
-    "Orthogonal": "rotated",
-    "PlaneRotations": "rotated by a phase per frequency",
-    "PlaneSigns": "signs per frequency",
-    "Signs": "signs",
-}
-
-
-@dataclass(frozen=True)
-class Row:
-    """What would happen to one block of consecutive layers of a model, or why nothing does.
-
-    Attributes
-    ----------
-    model, reference : str
-    first, last : str
-        Labels of the layers in the output.
-    block : str
-        ``attention``, ``neurons``, ``experts``, ...; empty for whole layers.
-    symmetries : tuple of str
-        What it may be aligned by.
-    reason : str
-        Why it is left as it is, if it is.
-    """
-
-    model: str
-    reference: str
-    first: str
-    last: str
-    block: str
-    symmetries: tuple[str, ...] = ()
-    reason: str = ""
-
-    @property
-    def layers(self) -> str:
-        """The range of layers."""
-        last = self.last.rpartition(".")[2]
-        return self.first if self.first == self.last else f"{self.first}-{last}"
-
-    def data(self) -> dict[str, Any]:
-        """Return the row as JSON has it."""
-        return {
-            "model": self.model,
-            "reference": self.reference,
-            "layers": self.layers,
-            "block": self.block or None,
-            "aligned_by": list(self.symmetries),
-            "reason": self.reason or None,
-        }
 
 
 @dataclass
@@ -182,59 +129,6 @@ def refused(problem: Exception) -> dict[str, Any]:
     return {**head, "accepted": False, "error": str(problem)}
 
 
-class Reached(BaseException):
-    """The merge would now begin to read weights; not an error, so nothing may handle it."""
-
-    def __init__(self, executor: Any):
-        self.executor = executor
-
-
-@contextmanager
-def _stopped() -> Iterator[list[Any]]:
-    """Let mergekit stop where it would execute its plan; yields the planners that it makes."""
-    merge = import_module("mergekit.merge")
-    names = ("Executor", "MultiGPUExecutor", "MergePlanner")
-    before = {name: getattr(merge, name) for name in names}
-    planners: list[Any] = []
-
-    def stop(executor: Any, *_: Any, **__: Any) -> None:
-        raise Reached(executor)
-
-    def keep(planner: Any, *args: Any, **kwargs: Any) -> None:
-        before["MergePlanner"].__init__(planner, *args, **kwargs)
-        planners.append(planner)
-
-    for name, kind in before.items():
-        change = {"__init__": keep} if name == "MergePlanner" else {"run": stop}
-        setattr(merge, name, type(name, (kind,), change))
-    try:
-        yield planners
-    finally:
-        for name, kind in before.items():
-            setattr(merge, name, kind)
-
-
-class _Warnings(logging.Handler):
-    """Keeps what is said at the level of a warning, each sentence once."""
-
-    def __init__(self) -> None:
-        super().__init__(logging.WARNING)
-        self.said: dict[str, None] = {}
-
-    def emit(self, record: logging.LogRecord) -> None:
-        self.said[record.getMessage()] = None
-
-
-@contextmanager
-def _heard() -> Iterator[_Warnings]:
-    handler, root = _Warnings(), logging.getLogger()
-    root.addHandler(handler)
-    try:
-        yield handler
-    finally:
-        root.removeHandler(handler)
-
-
 def parsed(source: str) -> MergeConfiguration:
     """Read a configuration as a merge does.
 
@@ -279,7 +173,7 @@ def plan(source: str, out: str | None, options: MergeOptions) -> Plan:
     NotHere
         If a model would have to be downloaded.
     """
-    with _heard() as heard, tempfile.TemporaryDirectory() as folder:
+    with heard() as said, tempfile.TemporaryDirectory() as folder:
         config = parsed(source)
         target = out or os.path.join(folder, "out")
         with headers_only(options) as loaders:
@@ -290,7 +184,7 @@ def plan(source: str, out: str | None, options: MergeOptions) -> Plan:
             _check_template(config, found.usage)
             if out is not None:
                 found.free = _check_disk(out, found)
-            found.warnings = list(heard.said)
+            found.warnings = list(said.said)
     return found
 
 
@@ -305,7 +199,7 @@ def _planned(
     merge = import_module("mergekit.merge")
     changes = {"device": "meta", "read_to_gpu": True, "lazy_unpickle": False, "quiet": True}
     method = config.merge_method
-    with run.rehearsed(), _stopped() as planners:
+    with run.rehearsed(), stopped() as planners:
         run.start(config)
         try:
             merge.run_merge(config, out, options.model_copy(update=changes))
@@ -314,8 +208,9 @@ def _planned(
     this, (planner,) = run.current(), planners
     costs = [solver_cost(solver) for solver in this.solvers.values()]
     mapped = _mapped(loaders) if costs else 0
-    base = psutil.Process().memory_info().rss
     usage = Rehearsal(executor, options, loaders, folder).run()
+    pace = Pace.measured()
+    base = psutil.Process().memory_info().rss  # with all that routines keep once they were used
     solving = Cost(
         max((cost.memory for cost in costs), default=0),
         max((cost.most for cost in costs), default=0),
@@ -331,8 +226,7 @@ def _planned(
         found = alignment._one_reference()
         reference = None if found is None else str(found)
         models = list(dict.fromkeys([*models, *alignment.context._checkpoints]))
-    rows = _rows(_foreseen(executor, this), this.unsolved)
-    pace = Pace.measured()
+    rows = rows_of(foreseen_blocks(executor, this), this.unsolved)
     every = [*usage.costs, *(cost for cost in costs)]
     result = Plan(
         method=method,
@@ -386,101 +280,6 @@ def _output(planner: Any, usage: Usage) -> dict[str, Any]:
         "tensors": len(usage.tensors),
         "weights": sum(x.numel() for x in usage.tensors.values()),
     }
-
-
-# -- what happens to each layer -------------------------------------------------------------------
-
-
-def _foreseen(executor: Any, this: run.Run) -> list[run.Foreseen]:
-    """Return all blocks that would be aligned, in the order of the layers."""
-    blocks = [
-        run.Foreseen(
-            str(task.legs[0].other.model),
-            str(task.legs[0].reference.model),
-            task.layer,
-            task.layers,
-            task.spec,
-        )
-        for task in executor.universe.tasks
-        if isinstance(task, AlignBlock)
-    ]
-    return [*blocks, *this.foreseen]
-
-
-def _rows(foreseen: Sequence[run.Foreseen], unsolved: Sequence[run.Unsolved]) -> list[Row]:
-    """Return one row per range of consecutive layers that are treated alike."""
-    single = [
-        Row(f.model, f.reference, f.layer, f.layer, f.spec.kind, symmetries(f.spec))
-        for f in foreseen
-    ]
-    for entry in unsolved:
-        place, _, block = entry.place.partition(" ")
-        if entry.place == "all layers":
-            place, block = entry.place, ""
-        single.append(Row(entry.model, entry.reference, place, place, block, reason=entry.reason))
-    groups: dict[Any, list[Row]] = {}
-    for row in dict.fromkeys(single):
-        key = (row.model, row.reference, row.block, row.symmetries, row.reason)
-        groups.setdefault(key, []).append(row)
-    rows = [joined for group in groups.values() for joined in _joined(group)]
-    stems = {_place(row.first)[0] for row in rows if _place(row.first)[1] >= 0}
-    if len(stems) == 1:  # of models of one module, its name says nothing
-        start = f"{stems.pop()}."
-        rows = [
-            replace(row, first=row.first.removeprefix(start), last=row.last.removeprefix(start))
-            for row in rows
-        ]
-    return sorted(rows, key=lambda row: (row.model, _place(row.first), row.block))
-
-
-def _joined(rows: Sequence[Row]) -> list[Row]:
-    """Join rows of consecutive layers."""
-    result: list[Row] = []
-    for row in sorted(rows, key=lambda row: _place(row.first)):
-        if result:
-            (stem, last), (other, index) = _place(result[-1].last), _place(row.first)
-            if stem == other and index == last + 1:
-                result[-1] = replace(result[-1], last=row.last)
-                continue
-        result.append(row)
-    return result
-
-
-def _place(layer: str) -> tuple[str, int]:
-    """Return the module and the number of a layer."""
-    stem, _, number = layer.rpartition(".")
-    return (stem, int(number)) if number.isdigit() else (layer, -1)
-
-
-def symmetries(spec: BlockSpec) -> tuple[str, ...]:
-    """Name what a block may be aligned by.
-
-    Parameters
-    ----------
-    spec : BlockSpec
-    """
-    orders = spec.orders()
-    names = {"kv": "heads reordered", "g": "query heads reordered", "x": "experts reordered"}
-    said = [text for axis, text in names.items() if axis in orders]
-    if "f" in orders:
-        signed = any("~f" in piece for _, p in spec.patterns for piece in Pattern.parse(p).pieces)
-        said.append("neurons reordered" + (", with signs" if signed else ""))
-    if spec.query_key is not None and spec.use_query_key:
-        said += _named("queries and keys", spec.query_key)
-    if spec.value_output is not None and spec.use_value_output:
-        said += _named("values and outputs", spec.value_output)
-    return (*said, "scalings undone") if spec.use_scale else tuple(said)
-
-
-def _named(what: str, group: Group) -> list[str]:
-    if isinstance(group, DirectSum):
-        words = dict.fromkeys(w for part in group.blocks for w in _words(part))
-        return [f"{what} {' and '.join(words)}"] if words else []
-    return [f"{what} {word}" for word in _words(group)]
-
-
-def _words(group: Group) -> list[str]:
-    return [] if isinstance(group, Trivial) else [_GROUPS[type(group).__name__]]
 
 
 # -- what fails at the end of a merge -------------------------------------------------------------

@@ -5,6 +5,7 @@ on models of `LAYERS` layers, and every layer number shrinks in the same proport
 accepts all of them without the prefix.
 """
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from mergekit.scripts import multimerge, run_yaml
 
 import tiny
-from merging import QUIET, Twins, save_adapter, save_tokenizer, weights
+from merging import QUIET, Twins, planned, save_adapter, save_tokenizer, weights
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LAYERS = 4
@@ -165,6 +166,19 @@ def test_recipe(name, zoo, tmp_path):
         assert torch.equal(back, broken)
     else:
         assert (broken - exact).abs().max() > 0.05
+
+
+@pytest.mark.parametrize("name", [name for name in TEXTS if not name.startswith("multi-")])
+def test_recipe_is_planned(name, zoo, tmp_path):
+    """With adapters that are not merged yet, and with the size that the merge writes."""
+    text = scaled(TEXTS[name]).replace("./models", str(zoo.twins))
+    file = tmp_path / "plan.json"
+    adapters = ("--lora-merge-cache", str(tmp_path / "adapters"))
+    result = planned(text, tmp_path / "out", "--json", str(file), *adapters)
+    assert result.exit_code == 0, result.output
+    merged = run(name, zoo.twins, tmp_path / "out")
+    size = sum(x.nbytes for x in weights(merged).values())
+    assert json.loads(file.read_text())["disk"]["output"] == size
 
 
 def test_a_key_in_the_wrong_place_is_ignored_as_mergekit_does(zoo, tmp_path):
