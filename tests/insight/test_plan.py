@@ -33,12 +33,7 @@ from merging import (
 
 _MEASURED = Pace.measured.__func__
 
-
-@pytest.fixture(autouse=True)
-def pace(monkeypatch):
-    """Rates that take no time to measure."""
-    rates = Pace(1e9, 1e9, 1e-9, 1e-9, 1e9, 1.0)
-    monkeypatch.setattr(Pace, "measured", classmethod(lambda cls: rates))
+pytestmark = pytest.mark.usefixtures("at_a_pace")
 
 
 @pytest.fixture(scope="module")

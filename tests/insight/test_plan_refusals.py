@@ -9,20 +9,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import tiny
-from mergekit_rotation.insight.pace import Pace
 from merging import Twins, config, merge, planned, save_tokenizer
 
+pytestmark = pytest.mark.usefixtures("at_a_pace")
 EXAMPLES = 80
 #: how many plans ended with which exit code
 SEEN = Counter()
-
-
-@pytest.fixture(autouse=True)
-def pace(monkeypatch):
-    """Rates that take no time to measure."""
-    monkeypatch.setattr(
-        Pace, "measured", classmethod(lambda cls: cls(1e9, 1e9, 1e-9, 1e-9, 1e9, 1))
-    )
 
 
 @pytest.fixture(scope="module")
