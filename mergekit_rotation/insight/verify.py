@@ -29,6 +29,21 @@ SAFETY = 4.0
 Batch = Mapping[str, torch.Tensor]
 
 
+class Unrun(RotationError):
+    """One of the two models cannot be run.
+
+    Parameters
+    ----------
+    model : str
+    text : str
+        Why, and what to do.
+    """
+
+    def __init__(self, model: Any, text: str):
+        super().__init__(f"{model}: {text}")
+        self.model = str(model)
+
+
 @dataclass(frozen=True)
 class Answers:
     """What one model makes of some inputs.
@@ -228,13 +243,14 @@ def _load(checkpoint: Checkpoint, options: MergeOptions, dtype: torch.dtype) -> 
     except RotationError:
         raise
     except Exception as problem:
-        raise RotationError(
-            f"{checkpoint.model}: transformers cannot load it ({_line(problem)})"
+        raise Unrun(
+            checkpoint.model, f"transformers cannot load it ({_line(problem)})"
         ) from problem
     if found["missing_keys"]:
-        raise RotationError(
-            f"{checkpoint.model}: {min(found['missing_keys'])} is missing, and transformers draws "
-            "it at random; fetch or save the model again"
+        raise Unrun(
+            checkpoint.model,
+            f"{min(found['missing_keys'])} is missing, and transformers draws it at random; fetch "
+            "or save the model again",
         )
     result: PreTrainedModel = model.eval().to(options.device or "cpu")
     return result
@@ -283,10 +299,10 @@ class _Runner:
                 for key, tensor in found.items():
                     parts.setdefault(key, []).append(tensor.cpu())
         if not outputs:
-            raise RotationError(f"{name}: {type(self.model).__name__} returns no logits")
+            raise Unrun(name, f"{type(self.model).__name__} returns no logits")
         answers = Answers(*({k: torch.cat(p) for k, p in s.items()} for s in (outputs, hidden)))
         if not all(bool(tensor.isfinite().all()) for tensor in answers.outputs.values()):
-            raise RotationError(f"{name}: its outputs hold NaN or Inf; the model is damaged")
+            raise Unrun(name, "its outputs hold NaN or Inf; the model is damaged")
         return answers
 
     def _run(self, batch: Batch) -> Any:
@@ -299,9 +315,7 @@ class _Runner:
             with Float64() if self.dtype == torch.float64 else nullcontext():
                 return run(self.model, given | {"output_hidden_states": True})
         except Exception as problem:
-            raise RotationError(
-                f"{self.checkpoint.model}: cannot be run ({_line(problem)})"
-            ) from problem
+            raise Unrun(self.checkpoint.model, f"cannot be run ({_line(problem)})") from problem
 
 
 @contextmanager
