@@ -25,9 +25,11 @@ _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", "
 _INDEX = tuple(f"{ending}.index.json" for ending in _WEIGHTS)
 #: what our messages say of a configuration -> how the command says it
 _AS_OPTIONS = {
+    ", and remove align_save and align_load": "",
     "set align_residual: ": "use --residual ",
     "set align_scale: true": "use --scale",
     "another align_reference": "another model for --to",
+    "; remove the model": "; choose another model for --to",
     ", or set align_unsupported: skip to merge it unaligned": "",
     "(-vv shows": "(--verbose shows",
 }
