@@ -231,6 +231,10 @@ MISTAKES = {
     "tokenizer twice": ({"tokenizer_source": "base", "tokenizer": {}}, ["Cannot specify both"]),
     "adapter alone": ({"models": [{"model": "ADAPTER"}]}, ["ADAPTER: is an adapter"]),
     "no adapter": ({"models": [{"model": "REFERENCE+./none"}]}, ["./none: there is no such"]),
+    "nowhere to merge an adapter": (
+        {"models": [{"model": "REFERENCE+ADAPTER"}]},
+        ["REFERENCE+ADAPTER: an adapter is merged", "--lora-merge-cache FOLDER"],
+    ),
     "another architecture": (
         {"base_model": "GPT2", "merge_method": "rotation_ties"},
         ["different architectures"],
