@@ -17,8 +17,9 @@ from mergekit_rotation.graph import alignment, run
 from mergekit_rotation.graph.errors import RotationError, is_out_of_memory, one_line
 from mergekit_rotation.graph.report import Report
 from mergekit_rotation.graph.run import Run
+from mergekit_rotation.insight.running import Unrun
 from mergekit_rotation.insight.solved import checkpoint_of
-from mergekit_rotation.insight.verify import Unrun, Verified, verify
+from mergekit_rotation.insight.verify import Verified, verify
 
 #: files that hold weights, or say which file does; mergekit writes its own
 _WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".h5", ".msgpack", ".onnx", ".ot")

@@ -135,7 +135,7 @@ def test_what_is_not_run_is_said(tmp_path):
 def test_one_model_is_in_memory_at_a_time(tmp_path, monkeypatch):
     tiny.save(tiny.build("llama"), tmp_path / "a")
     alive = []
-    load = verifying._load
+    load = verifying.load
 
     def counted(*arguments):
         assert not [model for model in alive if model() is not None]
@@ -143,7 +143,7 @@ def test_one_model_is_in_memory_at_a_time(tmp_path, monkeypatch):
         alive.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(verifying, "_load", counted)
+    monkeypatch.setattr(verifying, "load", counted)
     answer = verifying.verify(*2 * [str(tmp_path / "a")], MergeOptions(quiet=True))
     assert answer.same and len(alive) == 2
 
