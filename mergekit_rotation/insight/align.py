@@ -14,7 +14,12 @@ from mergekit.io.tasks import LoaderCache
 from mergekit.options import MergeOptions
 
 from mergekit_rotation.graph import alignment, run
-from mergekit_rotation.graph.errors import RotationError, is_out_of_memory, one_line
+from mergekit_rotation.graph.errors import (
+    RotationError,
+    in_one_sentence,
+    is_out_of_memory,
+    one_line,
+)
 from mergekit_rotation.graph.report import Report
 from mergekit_rotation.graph.run import Run
 from mergekit_rotation.insight.running import Unrun
@@ -121,7 +126,8 @@ def align(
     out : str
         Folder; a model that is there is replaced.
     options : MergeOptions
-        ``copy_tokenizer`` stands for all files of the model that are not weights.
+        With ``copy_tokenizer``, all files of a folder that are not weights are copied; of a model
+        of the hub, those that mergekit copies.
     residual : {"none", "permutation", "orthogonal"}
     scale : bool
     architecture : str, optional
@@ -139,21 +145,22 @@ def align(
     LoaderCache().setup(options=options)
     _check(model, reference, out, options, verified)
     config = settings(model, reference, residual, scale, architecture)
+    folder = Path(ModelReference.parse(model).model.path)
+    ours = folder.is_dir()  # of the hub, no more is here than what mergekit copies
+    given = {"copy_tokenizer": options.copy_tokenizer and not ours}
     try:
         mergekit_merge.run_merge(
-            MergeConfiguration.model_validate(config),
-            out,
-            options.model_copy(update={"copy_tokenizer": False}),
+            MergeConfiguration.model_validate(config), out, options.model_copy(update=given)
         )
     except RotationError as problem:
         raise RotationError(as_options(problem.message)) from problem
     this = run.current()
-    if options.copy_tokenizer:
+    if options.copy_tokenizer and ours:
         try:
-            _copy_files(_folder(model, options), Path(out), options.write_model_card)
-        except BaseException:
+            _copy_files(folder, Path(out), options.write_model_card)
+        except BaseException as problem:
             this.remove_model()
-            raise
+            raise in_one_sentence(problem, out) or problem from problem
     found = Aligned(out, alignment.data(this), alignment.reports(this), this)
     return _verified(found, model, options, text) if verified else found
 
@@ -210,12 +217,6 @@ def _speaks_against(problem: Exception | None, out: str) -> bool:
 
 
 # -- the files besides the weights ----------------------------------------------------------------
-
-
-def _folder(model: str, options: MergeOptions) -> Path:
-    """Return the folder of a model; of one with an adapter, that of the model without it."""
-    found = ModelReference.parse(model)
-    return Path(found.local_path(cache_dir=options.transformers_cache, ignore_lora=True))
 
 
 def _copy_files(source: Path, out: Path, with_card: bool) -> None:
