@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mergekit_rotation.graph.report import Report
-from mergekit_rotation.insight.align import Aligned
+from mergekit_rotation.insight.align import Aligned, as_options
 from mergekit_rotation.insight.compared import Comparison
 from mergekit_rotation.insight.verify import Verified
 
@@ -110,7 +110,7 @@ def show_aligned(aligned: Aligned, console: Console | None = None) -> None:
         said = f"{title}: relative distance of what was aligned {before} → {after}"
         console.print(said, highlight=False, markup=False)
         for note in report.notes:
-            console.print(f"note: {note}", highlight=False, markup=False)
+            console.print(f"note: {as_options(note)}", highlight=False, markup=False)
     if aligned.verified is not None:
         show_verified(aligned.verified, console)
 

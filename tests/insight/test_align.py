@@ -212,6 +212,8 @@ def test_an_adapter_is_merged_and_what_is_protected_is_undone(tmp_path):
     options = ("--scale", "--lora-merge-cache", tmp_path / "cache")
     _, data = aligned(tmp_path, adapted, other, *options)
     assert data["distance_after"] < data["distance_before"] / 2  # what was learnt is left
+    code, output = run(twins.reference, "--to", other, tmp_path / "unscaled")
+    assert code == 0 and "note: neurons of" in output and "use --scale to undo it" in output
     blocks = [b for layer in data["layers"] for b in layer["blocks"]]
     assert {"^qk", "^vo", "^f"} <= {axis for block in blocks for axis in block["moved"]}
 
