@@ -1,0 +1,269 @@
+"""Matching vectors that have clear partners, without all of their inner products.
+
+For any numbers v (prices of the columns) no permutation has a larger sum of scores S than
+
+    sum_j v_j + sum_i max_j (S_ij - v_j),
+
+so a permutation p for which S_ij - v_j <= S_ip(i) - v_p(i) for all i and j is optimal. For
+v_j = |b_j|^2 / 2 this says that b_p(i) is the vector closest to a_i. A few columns P of the
+vectors can prove it, because by Cauchy and Schwarz the others, Q, cannot add more than the
+product of their norms:
+
+    <a_i, b_j>  <=  <P a_i, P b_j> + |Q a_i| |Q b_j|;
+
+plain and signed parts are bounded like this apart. That holds for every choice of columns: what
+is accepted is proven, not probable, up to rounding, which the bound is widened by. Rows that want
+the same column are assigned by themselves; the prices of what they contend for go up until nobody
+wants anything else.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from scipy.optimize import linear_sum_assignment
+
+from mergekit_rotation.symmetry.vectors import Vectors
+
+#: columns that are looked at first; each further look takes GROWTH times as many
+FIRST, GROWTH = 64, 4
+
+#: share of the columns beyond which the full product is cheaper
+MOST_COLUMNS = 0.25
+
+#: share of the rows that may need all of their products
+MOST_ROWS = 0.125
+
+#: entries of the matrix of bounds at a time
+ENTRIES = 2**21
+
+#: most rounds in which prices go up
+ROUNDS = 100
+
+
+def nearest_matching(vectors: Vectors) -> torch.Tensor | None:
+    """Return the permutation p that maximises the sum of scores, if that is cheap to prove.
+
+    Parameters
+    ----------
+    vectors : Vectors
+        n vectors of length L on each side.
+
+    Returns
+    -------
+    Tensor of int64, shape (n,), or None
+        Optimal up to rounding errors of the scores; rows for which staying is as good as that
+        stay. None where the vectors are too far apart, or too many want the same partner: then
+        the full matrix of scores is needed. Takes n^2 s + 4 n L products, s << L columns being
+        looked at, and memory for a few rows of scores.
+    """
+    scaled = _Scaled.of(vectors)
+    if scaled is None:
+        return torch.arange(vectors.count, device=vectors.device)
+    search = _Search(scaled)
+    count = min(FIRST, vectors.length)
+    while True:
+        search.look(count)
+        left = len(search.open) / vectors.count
+        if left == 0 or count == vectors.length:
+            break
+        if left > MOST_ROWS and float(search.needed().median()) > MOST_COLUMNS:
+            return None
+        count *= GROWTH
+        if count > MOST_COLUMNS * vectors.length:
+            if left > MOST_ROWS:
+                return None
+            count = vectors.length
+    return _settle(scaled, search)
+
+
+@dataclass(frozen=True)
+class _Scaled:
+    """The vectors with norms of one at most, and prices of the columns.
+
+    Attributes
+    ----------
+    vectors : Vectors
+    factors : tuple of float
+        Powers of two that the sides are multiplied by.
+    square : Tensor, shape (2 kinds, 2 sides, n)
+        Squared norms of the scaled vectors, float64.
+    price : Tensor, shape (n,)
+        In the working precision.
+    """
+
+    vectors: Vectors
+    factors: tuple[float, float]
+    square: torch.Tensor
+    price: torch.Tensor
+
+    @classmethod
+    def of(cls, vectors: Vectors) -> "_Scaled | None":
+        """Scale both sides; None if one of them is zero."""
+        largest = torch.linalg.vector_norm(vectors.norms, dim=0).amax(1)
+        if bool((largest == 0).any()):
+            return None
+        factor = torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent)
+        square = (vectors.norms * factor[:, None]).square()
+        left, right = square.sum(0)
+        price = (left.sum() / right.sum()).sqrt() * right / 2
+        a, b = factor.tolist()
+        return cls(vectors, (a, b), square, price.to(vectors.work))
+
+    def value(self, index: torch.Tensor) -> torch.Tensor:
+        """Score minus price of every row i with column ``index[i]``, float64, (n,)."""
+        a, b = self.factors
+        return self.vectors.scores(index) * (a * b) - self.price[index].double()
+
+    def tolerance(self, index: torch.Tensor) -> torch.Tensor:
+        """What rounding leaves open of these values, (n,)."""
+        a, b = self.factors
+        noise = self.vectors.noise(torch.arange(len(index), device=index.device), index)
+        return 4 * (noise * (a * b) + self.vectors.error * self.price[index].double())
+
+    def values(self, rows: torch.Tensor) -> torch.Tensor:
+        """Score minus price of some rows with all columns, float64, (k, n)."""
+        a, b = self.factors
+        return self.vectors.gram(rows).double().mul_(a * b).sub_(self.price.double())
+
+    def bounds(self, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+        """Return matrices whose products bound the values of all pairs.
+
+        Parameters
+        ----------
+        count : int
+            How many columns of the vectors are looked at, evenly spread.
+
+        Returns
+        -------
+        left, right : list of Tensor, each of shape (n, k)
+            The bound is left[0] @ right[0].T, plus the absolute value of left[1] @ right[1].T if
+            there are signed parts.
+        """
+        error, work = self.vectors.error, self.vectors.work
+        rest = self.square.clone()
+        some: list[dict[bool, list[torch.Tensor]]] = [{}, {}]
+        for part in self.vectors.parts:
+            width = part.a.shape[1]
+            number = min(width, -(-count * width // self.vectors.length))
+            index = torch.arange(number, device=self.vectors.device) * width // number
+            for side, x in enumerate((part.a, part.b)):
+                columns = x[:, index].to(work) * self.factors[side]
+                some[side].setdefault(part.signed, []).append(columns)
+                rest[int(part.signed), side] -= columns.double().square().sum(1)
+        # Widened by rounding: the product of two norms grows by the error of the score.
+        rest = (rest.clamp(min=0) + error * self.square).sqrt().to(work)
+        last = (torch.ones_like(self.price), -(1 - error) * self.price)
+        result = []
+        for side in range(2):
+            plain = some[side].get(False, [])
+            matrices = [torch.cat([*plain, rest[:, side].mT, last[side][:, None]], 1)]
+            if True in some[side]:
+                matrices.append(torch.cat(some[side][True], 1))
+            result.append(matrices)
+        return result[0], result[1]
+
+
+class _Search:
+    """The best column of every row.
+
+    Attributes
+    ----------
+    choice : Tensor of int64, shape (n,)
+    value : Tensor, shape (n,)
+        Of the choice, float64.
+    open : Tensor of int64
+        Rows for which another column may be better.
+    """
+
+    def __init__(self, scaled: _Scaled) -> None:
+        self.scaled = scaled
+        self.rows = torch.arange(scaled.vectors.count, device=scaled.vectors.device)
+        self.stay = scaled.value(self.rows)
+        self.tie = scaled.tolerance(self.rows)
+        self.choice, self.value, self.open = self.rows, self.stay, self.rows
+
+    def look(self, count: int) -> None:
+        """Decide what rows that are open can be decided from some of the columns."""
+        left, right = self.scaled.bounds(count)
+        proposal = self.rows.clone()
+        second = torch.full_like(self.stay, -torch.inf)
+        for rows in self.open.split(max(1, ENTRIES // len(self.rows))):
+            bound = left[0][rows] @ right[0].mT
+            for x, y in zip(left[1:], right[1:], strict=True):
+                bound += (x[rows] @ y.mT).abs_()
+            bound.scatter_(1, rows[:, None], -torch.inf)
+            first, best = bound.max(1)
+            rival = first.double() > self.stay[rows] + self.tie[rows]
+            if not bool(rival.any()):
+                continue
+            rows, best, bound = rows[rival], best[rival], bound[rival]
+            proposal[rows] = best
+            second[rows] = bound.scatter_(1, best[:, None], -torch.inf).amax(1).double()
+        moves = self.rows[:0]
+        if not torch.equal(proposal, self.rows):
+            moves = (self.scaled.value(proposal) > self.stay + self.tie).nonzero().squeeze(1)
+        choice = self.choice.clone()
+        choice[self.open] = self.open
+        kept = moves[torch.isin(moves, self.open)]
+        choice[kept] = proposal[kept]
+        if not torch.equal(choice, self.choice):
+            self.choice, self.value = choice, self.scaled.value(choice)
+        tie = self.scaled.tolerance(choice)
+        self.open = self.open[(second > self.value + tie)[self.open]]
+
+    def needed(self) -> torch.Tensor:
+        """Share of the columns that rows which are open will need, about."""
+        a, b = self.scaled.square.sum(0).sqrt()
+        length = (a * b[self.choice]).clamp(min=torch.finfo(torch.float64).tiny)
+        score = self.value + self.scaled.price[self.choice].double()
+        return 1 - (score / length)[self.open]
+
+
+def _settle(scaled: _Scaled, search: _Search) -> torch.Tensor | None:
+    """Assign the rows that want the same column, or whose best column is not known."""
+    choice, n = search.choice.clone(), scaled.vectors.count
+    contended = torch.bincount(choice, minlength=n) > 1
+    inside = contended[choice]
+    inside[search.open] = True
+    new = inside.nonzero().squeeze(1)
+    rows, values = new[:0], torch.zeros(0, n, dtype=torch.float64, device=new.device)
+    while len(new):
+        if len(rows) + len(new) > MOST_ROWS * n:
+            return None
+        rows = torch.cat([rows, new])
+        values = torch.cat([values, scaled.values(new)])
+        owner = torch.full((n,), -1, dtype=torch.int64, device=rows.device)
+        outside = (~inside).nonzero().squeeze(1)
+        owner[choice[outside]] = outside
+        columns = (owner < 0).nonzero().squeeze(1)
+        tie = search.tie[rows]
+        part = values[:, columns]
+        part += (rows[:, None] == columns) * tie[:, None]
+        _, best = linear_sum_assignment(part.cpu().numpy(), maximize=True)
+        order = torch.as_tensor(best, dtype=torch.int64, device=rows.device)
+        choice[rows] = columns[order]
+        price = _prices(part, order)
+        if price is None:
+            return None
+        here = torch.arange(len(rows), device=rows.device)
+        kept = part[here, order] - price[order]
+        wanted = (values > (kept + tie)[:, None]).any(0) & (owner >= 0)
+        new = owner[wanted]
+        inside[new] = True
+    return choice
+
+
+def _prices(value: torch.Tensor, order: torch.Tensor) -> torch.Tensor | None:
+    """Return the least prices, zero or more, at which row k wants no column but ``order[k]``.
+
+    None if they do not settle, which for an optimal order happens only for want of rounds.
+    """
+    price = torch.zeros_like(value[0])
+    rows = torch.arange(len(value), device=value.device)
+    for _ in range(ROUNDS):
+        kept = value[rows, order] - price[order]
+        higher = torch.maximum(price, (value - kept[:, None]).amax(0))
+        if torch.allclose(higher, price, rtol=0, atol=torch.finfo(value.dtype).eps):
+            return price
+        price = higher
+    return None
