@@ -22,19 +22,26 @@ from dataclasses import dataclass
 import torch
 from scipy.optimize import linear_sum_assignment
 
+from mergekit_rotation.symmetry.precision import has_matrix_units
 from mergekit_rotation.symmetry.vectors import Vectors
 
-#: columns that are looked at first; each further look takes GROWTH times as many
-FIRST, GROWTH = 64, 4
+Bounds = list[tuple[bool, torch.Tensor, torch.Tensor]]
 
-#: share of the columns beyond which the full product is cheaper
+#: columns that are looked at first
+FIRST = 64
+
+#: share of the columns beyond which the full product is cheaper, without matrix units
 MOST_COLUMNS = 0.25
 
 #: share of the rows that may need all of their products
 MOST_ROWS = 0.125
 
-#: entries of the matrix of bounds at a time
-ENTRIES = 2**21
+#: entries of the matrix of bounds at a time: few enough for a cache, enough for a GPU
+ENTRIES = {"cpu": 2**18, "cuda": 2**26}
+
+#: largest error of a product in bfloat16, relative to the norms: each side is rounded by 2^-9 at
+#: most, and so is the result, which is summed in float32
+COARSE = 2.0**-7
 
 #: most rounds in which prices go up
 ROUNDS = 100
@@ -60,20 +67,17 @@ def nearest_matching(vectors: Vectors) -> torch.Tensor | None:
     if scaled is None:
         return torch.arange(vectors.count, device=vectors.device)
     search = _Search(scaled)
-    count = min(FIRST, vectors.length)
-    while True:
-        search.look(count)
-        left = len(search.open) / vectors.count
-        if left == 0 or count == vectors.length:
-            break
-        if left > MOST_ROWS and float(search.needed().median()) > MOST_COLUMNS:
-            return None
-        count *= GROWTH
-        if count > MOST_COLUMNS * vectors.length:
-            if left > MOST_ROWS:
+    few = MOST_ROWS * vectors.count
+    search.look(scaled.bounds(FIRST))
+    if len(search.open) > few:
+        if has_matrix_units(vectors.device):
+            search.look(scaled.bounds(vectors.length, torch.bfloat16))
+        else:
+            share = 1.5 * float(search.needed().quantile(0.9))
+            if share > MOST_COLUMNS:
                 return None
-            count = vectors.length
-    return _settle(scaled, search)
+            search.look(scaled.bounds(int(share * vectors.length)))
+    return None if len(search.open) > few else _settle(scaled, search)
 
 
 @dataclass(frozen=True)
@@ -125,42 +129,40 @@ class _Scaled:
         a, b = self.factors
         return self.vectors.gram(rows).double().mul_(a * b).sub_(self.price.double())
 
-    def bounds(self, count: int) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    def bounds(self, count: int, coarse: torch.dtype | None = None) -> Bounds:
         """Return matrices whose products bound the values of all pairs.
 
         Parameters
         ----------
         count : int
             How many columns of the vectors are looked at, evenly spread.
+        coarse : torch.dtype, optional
+            In which the products of these columns are taken, if not in the working precision.
 
         Returns
         -------
-        left, right : list of Tensor, each of shape (n, k)
-            The bound is left[0] @ right[0].T, plus the absolute value of left[1] @ right[1].T if
-            there are signed parts.
+        list of (signed, left, right)
+            Matrices of shape (n, k). The bound is the sum of left @ right.T, of the absolute
+            value where it says signed.
         """
-        error, work = self.vectors.error, self.vectors.work
+        work = self.vectors.work
+        error = self.vectors.error if coarse is None else COARSE
         rest = self.square.clone()
-        some: list[dict[bool, list[torch.Tensor]]] = [{}, {}]
+        some: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for part in self.vectors.parts:
             width = part.a.shape[1]
             number = min(width, -(-count * width // self.vectors.length))
             index = torch.arange(number, device=self.vectors.device) * width // number
             for side, x in enumerate((part.a, part.b)):
-                columns = x[:, index].to(work) * self.factors[side]
-                some[side].setdefault(part.signed, []).append(columns)
-                rest[int(part.signed), side] -= columns.double().square().sum(1)
+                columns = (x if number == width else x[:, index]).to(work) * self.factors[side]
+                rest[int(part.signed), side] -= columns.square().sum(1).double()
+                some.setdefault(part.signed, ([], []))[side].append(columns.to(coarse or work))
         # Widened by rounding: the product of two norms grows by the error of the score.
         rest = (rest.clamp(min=0) + error * self.square).sqrt().to(work)
-        last = (torch.ones_like(self.price), -(1 - error) * self.price)
-        result = []
-        for side in range(2):
-            plain = some[side].get(False, [])
-            matrices = [torch.cat([*plain, rest[:, side].mT, last[side][:, None]], 1)]
-            if True in some[side]:
-                matrices.append(torch.cat(some[side][True], 1))
-            result.append(matrices)
-        return result[0], result[1]
+        last = (torch.ones_like(self.price), -(1 - self.vectors.error) * self.price)
+        left, right = (torch.cat([rest[:, k].mT, last[k][:, None]], 1) for k in range(2))
+        result = [(False, left, right)]
+        return result + [(k, torch.cat(a, 1), torch.cat(b, 1)) for k, (a, b) in some.items()]
 
 
 class _Search:
@@ -182,33 +184,25 @@ class _Search:
         self.tie = scaled.tolerance(self.rows)
         self.choice, self.value, self.open = self.rows, self.stay, self.rows
 
-    def look(self, count: int) -> None:
-        """Decide what rows that are open can be decided from some of the columns."""
-        left, right = self.scaled.bounds(count)
-        proposal = self.rows.clone()
+    def look(self, bounds: Bounds) -> None:
+        """Decide what rows that are open can be decided by some bounds."""
+        proposal = self.choice.clone()
+        proposal[self.open] = self.open
         second = torch.full_like(self.stay, -torch.inf)
-        for rows in self.open.split(max(1, ENTRIES // len(self.rows))):
-            bound = left[0][rows] @ right[0].mT
-            for x, y in zip(left[1:], right[1:], strict=True):
-                bound += (x[rows] @ y.mT).abs_()
-            bound.scatter_(1, rows[:, None], -torch.inf)
-            first, best = bound.max(1)
-            rival = first.double() > self.stay[rows] + self.tie[rows]
+        for rows in self.open.split(max(1, ENTRIES[self.open.device.type] // len(self.rows))):
+            bound = _product(bounds, rows).scatter_(1, rows[:, None], -torch.inf)
+            rival = bound.amax(1).double() > self.stay[rows] + self.tie[rows]
             if not bool(rival.any()):
                 continue
-            rows, best, bound = rows[rival], best[rival], bound[rival]
-            proposal[rows] = best
-            second[rows] = bound.scatter_(1, best[:, None], -torch.inf).amax(1).double()
-        moves = self.rows[:0]
-        if not torch.equal(proposal, self.rows):
-            moves = (self.scaled.value(proposal) > self.stay + self.tie).nonzero().squeeze(1)
-        choice = self.choice.clone()
-        choice[self.open] = self.open
-        kept = moves[torch.isin(moves, self.open)]
-        choice[kept] = proposal[kept]
-        if not torch.equal(choice, self.choice):
-            self.choice, self.value = choice, self.scaled.value(choice)
-        tie = self.scaled.tolerance(choice)
+            rows, bound = rows[rival], bound[rival]
+            proposal[rows] = bound.max(1).indices
+            bound.scatter_(1, proposal[rows, None], -torch.inf)
+            second[rows] = bound.amax(1).double()
+        value = self.scaled.value(proposal)
+        moves = value > self.stay + self.tie
+        self.choice = torch.where(moves, proposal, self.rows)
+        self.value = torch.where(moves, value, self.stay)
+        tie = self.scaled.tolerance(self.choice)
         self.open = self.open[(second > self.value + tie)[self.open]]
 
     def needed(self) -> torch.Tensor:
@@ -217,6 +211,19 @@ class _Search:
         length = (a * b[self.choice]).clamp(min=torch.finfo(torch.float64).tiny)
         score = self.value + self.scaled.price[self.choice].double()
         return 1 - (score / length)[self.open]
+
+
+def _product(bounds: Bounds, rows: torch.Tensor) -> torch.Tensor:
+    """Return the bounds of some rows, (k, n), in the working precision."""
+    (_, left, right), *others = bounds
+    result = left[rows] @ right.mT
+    for signed, x, y in others:
+        if not signed and x.dtype == result.dtype:
+            result.addmm_(x[rows], y.mT)
+        else:
+            product = x[rows] @ y.mT
+            result += product.abs_() if signed else product
+    return result
 
 
 def _settle(scaled: _Scaled, search: _Search) -> torch.Tensor | None:

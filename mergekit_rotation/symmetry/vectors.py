@@ -1,7 +1,7 @@
 """Two sets of vectors that are stored in pieces, and inner products of some pairs of them."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
@@ -33,7 +33,9 @@ class Part:
 
 @dataclass(frozen=True)
 class Vectors:
-    """n vectors of the reference and n of the other, whose score for a pair (i, j) is
+    """n vectors of the reference and n of the other. Scores of their pairs.
+
+    The score of a pair (i, j) is
 
         <plain parts of a_i, of b_j> + | <signed parts of a_i, of b_j> |.
 
@@ -52,6 +54,10 @@ class Vectors:
 
     parts: Sequence[Part]
     work: torch.dtype
+    #: what `products` returned
+    _known: list[tuple[torch.Tensor, tuple[torch.Tensor, torch.Tensor]]] = field(
+        default_factory=list, repr=False
+    )
 
     @property
     def count(self) -> int:
@@ -92,14 +98,17 @@ class Vectors:
 
     def products(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Plain and signed inner products of every row i with row ``index[i]``, two of (n,)."""
+        for known, found in self._known:
+            if torch.equal(known, index):
+                return found
         zero = torch.zeros(self.count, dtype=self.work, device=self.device)
-        result = [zero, zero.clone()]
+        plain, signed = zero, zero.clone()
         straight = torch.equal(index, torch.arange(self.count, device=self.device))
         for part in self.parts:
-            result[int(part.signed)] += row_products(
-                part.a, part.b, None if straight else index, self.work
-            )
-        return result[0], result[1]
+            products = row_products(part.a, part.b, None if straight else index, self.work)
+            (signed if part.signed else plain).add_(products)
+        self._known.append((index, (plain, signed)))
+        return plain, signed
 
     def scores(self, index: torch.Tensor) -> torch.Tensor:
         """Score of every row i with row ``index[i]``, float64, (n,)."""
@@ -153,12 +162,12 @@ def _blocks(
     if x.is_contiguous():
         for start in range(0, x.shape[0], step):
             rows = slice(start, start + step)
-            other = y[rows] if index is None else y[index[rows]]
+            other = y[rows] if index is None else y.index_select(0, index[rows])
             yield rows, x[rows].to(work), other.to(work)
         return
     for start in range(0, x.shape[1], step):
         columns = slice(start, start + step)
-        other = y.mT[columns]
+        other = y.mT[columns].to(work)
         if index is not None:
-            other = other[:, index]
-        yield slice(None), x.mT[columns].to(work), other.to(work)
+            other = other.index_select(1, index)
+        yield slice(None), x.mT[columns].to(work), other
