@@ -34,7 +34,7 @@ FIRST = 64
 MOST_COLUMNS = 0.25
 
 #: share of the rows that may need all of their products
-MOST_ROWS = 0.125
+MOST_ROWS = 0.0625
 
 #: entries of the matrix of bounds at a time: few enough for a cache, enough for a GPU
 ENTRIES = {"cpu": 2**18, "cuda": 2**26}
@@ -124,10 +124,11 @@ class _Scaled:
         noise = self.vectors.noise(torch.arange(len(index), device=index.device), index)
         return 4 * (noise * (a * b) + self.vectors.error * self.price[index].double())
 
-    def values(self, rows: torch.Tensor) -> torch.Tensor:
-        """Score minus price of some rows with all columns, float64, (k, n)."""
+    def values(self, rows: torch.Tensor | None, columns: torch.Tensor | None) -> torch.Tensor:
+        """Scores minus prices of some rows and columns (None: of all), float64."""
         a, b = self.factors
-        return self.vectors.gram(rows).double().mul_(a * b).sub_(self.price.double())
+        price = (self.price if columns is None else self.price[columns]).double()
+        return self.vectors.gram(rows, columns).double().mul_(a * b).sub_(price)
 
     def bounds(self, count: int, coarse: torch.dtype | None = None) -> Bounds:
         """Return matrices whose products bound the values of all pairs.
@@ -210,7 +211,8 @@ class _Search:
         a, b = self.scaled.square.sum(0).sqrt()
         length = (a * b[self.choice]).clamp(min=torch.finfo(torch.float64).tiny)
         score = self.value + self.scaled.price[self.choice].double()
-        return 1 - (score / length)[self.open]
+        result: torch.Tensor = 1 - (score / length)[self.open]
+        return result
 
 
 def _product(bounds: Bounds, rows: torch.Tensor) -> torch.Tensor:
@@ -227,50 +229,67 @@ def _product(bounds: Bounds, rows: torch.Tensor) -> torch.Tensor:
 
 
 def _settle(scaled: _Scaled, search: _Search) -> torch.Tensor | None:
-    """Assign the rows that want the same column, or whose best column is not known."""
+    """Assign the rows that want the same column, or whose best column is not known.
+
+    They are assigned to the columns that are left, at prices at which no other row wants these.
+    If that makes them want columns of others, the owners of those take part as well.
+    """
     choice, n = search.choice.clone(), scaled.vectors.count
-    contended = torch.bincount(choice, minlength=n) > 1
-    inside = contended[choice]
+    inside = torch.bincount(choice, minlength=n)[choice] > 1
     inside[search.open] = True
-    new = inside.nonzero().squeeze(1)
-    rows, values = new[:0], torch.zeros(0, n, dtype=torch.float64, device=new.device)
+    rows = columns = search.rows[:0]
+    across = torch.zeros(0, n, dtype=torch.float64, device=choice.device)
+    down = across.mT
+    owner = torch.full_like(choice, -1)
+    new = search.rows[inside]
     while len(new):
         if len(rows) + len(new) > MOST_ROWS * n:
             return None
-        rows = torch.cat([rows, new])
-        values = torch.cat([values, scaled.values(new)])
-        owner = torch.full((n,), -1, dtype=torch.int64, device=rows.device)
-        outside = (~inside).nonzero().squeeze(1)
-        owner[choice[outside]] = outside
-        columns = (owner < 0).nonzero().squeeze(1)
-        tie = search.tie[rows]
-        part = values[:, columns]
-        part += (rows[:, None] == columns) * tie[:, None]
-        _, best = linear_sum_assignment(part.cpu().numpy(), maximize=True)
+        owner[:] = -1
+        owner[choice[~inside]] = search.rows[~inside]
+        more = search.rows[owner < 0]
+        more = more[~torch.isin(more, columns)]
+        rows, columns = torch.cat([rows, new]), torch.cat([columns, more])
+        across = torch.cat([across, scaled.values(new, None)])
+        down = torch.cat([down, scaled.values(None, more)], 1)
+
+        value, tie = across[:, columns], search.tie[rows]
+        value += (rows[:, None] == columns) * tie[:, None]
+        _, best = linear_sum_assignment(value.cpu().numpy(), maximize=True)
         order = torch.as_tensor(best, dtype=torch.int64, device=rows.device)
         choice[rows] = columns[order]
-        price = _prices(part, order)
+        wish = (down - search.value[:, None])[~inside]
+        least = wish.amax(0) if len(wish) else torch.zeros_like(value[0])
+        price = _prices(value, order, least)
         if price is None:
             return None
-        here = torch.arange(len(rows), device=rows.device)
-        kept = part[here, order] - price[order]
-        wanted = (values > (kept + tie)[:, None]).any(0) & (owner >= 0)
-        new = owner[wanted]
+        kept = (value.gather(1, order[:, None])[:, 0] - price[order] + tie)[:, None]
+        new = owner[(across > kept).any(0) & (owner >= 0)]
         inside[new] = True
     return choice
 
 
-def _prices(value: torch.Tensor, order: torch.Tensor) -> torch.Tensor | None:
-    """Return the least prices, zero or more, at which row k wants no column but ``order[k]``.
+def _prices(value: torch.Tensor, order: torch.Tensor, least: torch.Tensor) -> torch.Tensor | None:
+    """Return the lowest prices at which row k wants no column but ``order[k]``.
 
-    None if they do not settle, which for an optimal order happens only for want of rounds.
+    Parameters
+    ----------
+    value : Tensor, shape (k, k)
+    order : Tensor of int64, shape (k,)
+        An optimal assignment.
+    least : Tensor, shape (k,)
+        What prices may not be below.
+
+    Returns
+    -------
+    Tensor, shape (k,), or None
+        None if they take more than `ROUNDS` to settle.
     """
-    price = torch.zeros_like(value[0])
-    rows = torch.arange(len(value), device=value.device)
+    price = least
     for _ in range(ROUNDS):
-        kept = value[rows, order] - price[order]
-        higher = torch.maximum(price, (value - kept[:, None]).amax(0))
-        if torch.allclose(higher, price, rtol=0, atol=torch.finfo(value.dtype).eps):
+        kept = value.gather(1, order[:, None]) - price[order][:, None]
+        higher = torch.maximum(price, (value - kept).amax(0))
+        if torch.allclose(higher, price, rtol=0, atol=8 * torch.finfo(value.dtype).eps):
             return price
         price = higher
     return None

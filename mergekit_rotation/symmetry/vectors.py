@@ -89,12 +89,14 @@ class Vectors:
     @property
     def error(self) -> float:
         """Rounding error of a score, relative to the product of the norms of its vectors."""
-        return 4 * torch.finfo(self.work).eps * float(self.length) ** 0.5
+        result: float = 4 * torch.finfo(self.work).eps * float(self.length) ** 0.5
+        return result
 
     def noise(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
         """Rounding errors of the scores of pairs, float64."""
         a, b = torch.linalg.vector_norm(self.norms, dim=0)
-        return self.error * a[i] * b[j]
+        result: torch.Tensor = self.error * a[i] * b[j]
+        return result
 
     def products(self, index: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Plain and signed inner products of every row i with row ``index[i]``, two of (n,)."""
@@ -115,20 +117,23 @@ class Vectors:
         plain, signed = self.products(index)
         return plain.double() + signed.double().abs()
 
-    def gram(self, rows: torch.Tensor | None = None) -> torch.Tensor:
-        """Scores of some rows of the reference (all if None) with all of the other, (k, n)."""
+    def gram(
+        self, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Scores of some of the reference (all if None) with some of the other, in `work`."""
         result: torch.Tensor | None = None
-        for kind in (True, False):
-            for part in self.parts:
-                if part.signed != kind:
-                    continue
-                x = (part.a if rows is None else part.a[rows]).to(self.work)
-                y = part.b.to(self.work)
-                result = x @ y.mT if result is None else result.addmm_(x, y.mT)
-            if kind and result is not None:
+        for part in sorted(self.parts, key=lambda part: not part.signed):
+            x = (part.a if rows is None else part.a[rows]).to(self.work)
+            y = (part.b if columns is None else part.b[columns]).to(self.work)
+            if result is None:
+                result, signed = x @ y.mT, part.signed
+                continue
+            if signed and not part.signed:
                 result.abs_()
+            signed = part.signed
+            result.addmm_(x, y.mT)
         assert result is not None
-        return result
+        return result.abs_() if signed else result
 
 
 def row_norms(x: torch.Tensor, work: torch.dtype) -> torch.Tensor:
