@@ -56,7 +56,7 @@ def solve_neurons(reference: Tensors, other: Tensors, layout: NeuronLayout) -> T
     References
     ----------
     Ainsworth, Hayase, Srinivasa, "Git Re-Basin: Merging Models modulo Permutation Symmetries",
-    arXiv 2209.04836, section 3.2. arXiv 2502.00264, section 3 (feed-forward layers).
+    arXiv 2209.04836, section 3.2. arXiv 2502.00264 (feed-forward layers).
     """
     parts = _parts(reference, other, layout)
     if not parts:
@@ -70,7 +70,7 @@ def solve_neurons(reference: Tensors, other: Tensors, layout: NeuronLayout) -> T
         result.append(Permute("f", index))
     if any(part.signed for part in parts):
         _, overlap = vectors.products(index)
-        negative = overlap.double() < -vectors.noise(identity, index)
+        negative = overlap.double() < -vectors.noise(identity, index, signed=True)
         if bool(negative.any()):
             one = torch.ones_like(overlap)
             result.append(Sign("f", torch.where(negative, -one, one)))

@@ -47,13 +47,20 @@ def all_finite(x: torch.Tensor) -> bool:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Run float32 matrix products in float32 (no TF32, no bfloat16 passes)."""
+    """Run float32 matrix products in float32 (no TF32, no bfloat16 passes).
+
+    And sum those of bfloat16 in float32 on a GPU, too.
+    """
     before = torch.get_float32_matmul_precision()
+    settings = torch.backends.cuda.matmul
+    reduced = settings.allow_bf16_reduced_precision_reduction
     torch.set_float32_matmul_precision("highest")
+    settings.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        settings.allow_bf16_reduced_precision_reduction = reduced
 
 
 def has_matrix_units(device: torch.device) -> bool:

@@ -92,9 +92,9 @@ class Vectors:
         result: float = 4 * torch.finfo(self.work).eps * float(self.length) ** 0.5
         return result
 
-    def noise(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
-        """Rounding errors of the scores of pairs, float64."""
-        a, b = torch.linalg.vector_norm(self.norms, dim=0)
+    def noise(self, i: torch.Tensor, j: torch.Tensor, *, signed: bool = False) -> torch.Tensor:
+        """Rounding errors of the scores of pairs, or of their signed part alone, float64."""
+        a, b = self.norms[1] if signed else torch.linalg.vector_norm(self.norms, dim=0)
         result: torch.Tensor = self.error * a[i] * b[j]
         return result
 

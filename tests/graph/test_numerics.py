@@ -146,6 +146,7 @@ SCALES = {
     "huge": {"_proj": 2.0**100},
     "tiny": {"_proj": 2.0**-100},
     "tiny values, huge outputs": {"v_proj": 2.0**-90, "o_proj": 2.0**90},
+    "huge gates": {"gate_proj": 2.0**20, "up_proj": 2.0**-20, "down_proj": 2.0**-20},
 }
 
 
