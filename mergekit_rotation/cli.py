@@ -8,7 +8,13 @@ from pathlib import Path
 import click
 
 from mergekit_rotation import startup
-from mergekit_rotation.insight.commands import MISSING, compare, mergekit_with_methods, verify
+from mergekit_rotation.insight.commands import (
+    MISSING,
+    barrier,
+    compare,
+    mergekit_with_methods,
+    verify,
+)
 
 
 class _Commands(click.Group):
@@ -42,6 +48,7 @@ def main() -> None:
     """
 
 
+main.add_command(barrier)
 main.add_command(compare)
 main.add_command(verify)
 
