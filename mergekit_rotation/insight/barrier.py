@@ -36,7 +36,7 @@ from mergekit_rotation.insight.solved import checkpoint_of
 from mergekit_rotation.proof.exact import run
 
 #: logits that are held at a time, at most (of one row at least)
-_LOGITS = 2**26
+_LOGITS = 2**25
 _LOSS = torch.float32
 
 
@@ -272,7 +272,7 @@ def _memory(ends: Ends, rows: torch.Tensor) -> list[str]:
     numbers = ends.size()
     dtype = dtype_from_name(ends.planner.config.dtype) or stored_dtype(ends.checkpoint)
     model = numbers * _LOSS.itemsize
-    logits = 2 * _LOSS.itemsize * max(_LOGITS, rows.shape[1] * _vocabulary(ends))
+    logits = 3 * _LOSS.itemsize * max(_LOGITS, rows.shape[1] * _vocabulary(ends))
     device = torch.device(ends.options.device or "cpu")
     host = 2 * numbers * dtype.itemsize + model + (logits if device.type == "cpu" else 0)
     free = {"memory": (host, psutil.virtual_memory().available)}

@@ -84,10 +84,12 @@ class Barrier:
     def removed(self) -> float | None:
         """Return the share of the barrier that alignment removes.
 
-        None where there is none to speak of: the plain one is within what rounding does.
+        None where there is none to speak of: the plain one is within what rounding does to the mean
+        over all tokens, which it changes independently of one another.
         """
         plain = self.plain.barrier
-        return 1 - self.aligned.barrier / plain if plain > self.bound else None
+        known = plain > self.bound / self.tokens**0.5
+        return 1 - self.aligned.barrier / plain if known else None
 
     def data(self) -> dict[str, Any]:
         """Return the answer as JSON has it."""
