@@ -235,16 +235,13 @@ class Run:
         RotationError
             If the output folder is one of the inputs, or cannot be written to.
         """
-        for path in inputs:
-            if os.path.exists(out_path) and os.path.exists(path):
-                if os.path.samefile(out_path, path):
-                    raise RotationError(f"{out_path} is one of the inputs; write to another folder")
+        refuse_inputs(out_path, inputs)
         os.makedirs(out_path, exist_ok=True)
         if not os.access(out_path, os.W_OK | os.X_OK):
             raise RotationError(f"{out_path} cannot be written to; choose another output folder")
         self.out_path = out_path
         self._begun = True
-        self._remove_model()
+        self.remove_model()
 
     def discard_output(self) -> None:
         """After a failure, leave nothing that looks like a model.
@@ -255,7 +252,7 @@ class Run:
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)
         if self._begun and not self._complete():
-            self._remove_model()
+            self.remove_model()
 
     def _complete(self) -> bool:
         """Tell whether there is a configuration, and not only the beginning of one."""
@@ -267,7 +264,7 @@ class Run:
             return False
         return True
 
-    def _remove_model(self) -> None:
+    def remove_model(self) -> None:
         """Remove configuration, weights and indices from the output folder, in this order."""
         assert self.out_path is not None
         for pattern in ("config.json", *_WEIGHTS):
@@ -289,6 +286,19 @@ class Run:
             )
         lines += [f"{model}: {text}" for model, texts in self.notes.items() for text in texts]
         return lines
+
+
+def refuse_inputs(out_path: str, inputs: Sequence[str]) -> None:
+    """Refuse an output folder that is one of the inputs.
+
+    Raises
+    ------
+    RotationError
+    """
+    for path in inputs:
+        if os.path.exists(out_path) and os.path.exists(path):
+            if os.path.samefile(out_path, path):
+                raise RotationError(f"{out_path} is one of the inputs; write to another folder")
 
 
 def moved_axes(transformation: Transformation) -> tuple[str, ...]:

@@ -20,6 +20,22 @@ TEXT_LENGTH = 128
 SAFETY = 4.0
 
 
+class Unrun(RotationError):
+    """A model that cannot be run.
+
+    Parameters
+    ----------
+    model : str
+        Its name.
+    text : str
+        Why, and what to do.
+    """
+
+    def __init__(self, model: str, text: str):
+        super().__init__(f"{model}: {text}")
+        self.model = model
+
+
 @contextmanager
 def progress(shown: bool) -> Iterator[None]:
     """Show the progress bars of transformers, or not."""
@@ -84,16 +100,17 @@ def built(
     except Exception as problem:
         raise _cannot_load(name, problem) from problem
     if found["missing_keys"]:
-        raise RotationError(
-            f"{name}: {min(found['missing_keys'])} is missing, and transformers draws "
-            "it at random; fetch or save the model again"
+        raise Unrun(
+            name,
+            f"{min(found['missing_keys'])} is missing, and transformers draws it at random; fetch "
+            "or save the model again",
         )
     result: PreTrainedModel = model.eval().to(options.device or "cpu")
     return result
 
 
-def _cannot_load(name: str, problem: Exception) -> RotationError:
-    return RotationError(f"{name}: transformers cannot load it ({first_line(problem)})")
+def _cannot_load(name: str, problem: Exception) -> Unrun:
+    return Unrun(name, f"transformers cannot load it ({first_line(problem)})")
 
 
 def class_of(config: Any, name: str) -> Any:

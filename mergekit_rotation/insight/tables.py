@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from mergekit_rotation.graph.report import Report
+from mergekit_rotation.insight.align import Aligned, as_options
 from mergekit_rotation.insight.compared import Comparison
 from mergekit_rotation.insight.lines import Barrier
 from mergekit_rotation.insight.verify import Verified
@@ -130,6 +131,21 @@ def show_barrier(barrier: Barrier, console: Console | None = None) -> None:
             highlight=False,
             markup=False,
         )
+
+
+def show_aligned(aligned: Aligned, console: Console | None = None) -> None:
+    """Print how far a model was from its reference and is now, and whether it is verified."""
+    console = console or Console()
+    for report in aligned.reports:
+        total = report.total().summary()
+        before, after = (number(total[f"distance_{when}"]) for when in ("before", "after"))
+        title = f"{report.model} in the coordinates of {report.reference}"
+        said = f"{title}: relative distance of what was aligned {before} → {after}"
+        console.print(said, highlight=False, markup=False)
+        for note in report.notes:
+            console.print(f"note: {as_options(note)}", highlight=False, markup=False)
+    if aligned.verified is not None:
+        show_verified(aligned.verified, console)
 
 
 def _because(report: Report) -> str:

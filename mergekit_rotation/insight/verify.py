@@ -18,6 +18,7 @@ from mergekit_rotation.graph.report import SCHEMA
 from mergekit_rotation.insight.running import (
     SAFETY,
     TEXT_LENGTH,
+    Unrun,
     coarsest,
     first_line,
     load,
@@ -235,17 +236,17 @@ class _Runner:
         """
         outputs: dict[str, list[torch.Tensor]] = {}
         hidden: dict[str, list[torch.Tensor]] = {}
-        name = self.checkpoint.model
+        name = str(self.checkpoint.model)
         for batch in tqdm(self.batches, desc=f"Running {name}", disable=self.quiet):
             result = self._run(batch)
             for found, parts in ((_outputs(result), outputs), (_hidden(result), hidden)):
                 for key, tensor in found.items():
                     parts.setdefault(key, []).append(tensor.cpu())
         if not outputs:
-            raise RotationError(f"{name}: {type(self.model).__name__} returns no logits")
+            raise Unrun(name, f"{type(self.model).__name__} returns no logits")
         answers = Answers(*({k: torch.cat(p) for k, p in s.items()} for s in (outputs, hidden)))
         if not all(bool(tensor.isfinite().all()) for tensor in answers.outputs.values()):
-            raise RotationError(f"{name}: its outputs hold NaN or Inf; the model is damaged")
+            raise Unrun(name, "its outputs hold NaN or Inf; the model is damaged")
         return answers
 
     def _run(self, batch: Batch) -> Any:
@@ -258,9 +259,8 @@ class _Runner:
             with Float64() if self.dtype == torch.float64 else nullcontext():
                 return run(self.model, given | {"output_hidden_states": True})
         except Exception as problem:
-            raise RotationError(
-                f"{self.checkpoint.model}: cannot be run ({first_line(problem)})"
-            ) from problem
+            text = f"cannot be run ({first_line(problem)})"
+            raise Unrun(str(self.checkpoint.model), text) from problem
 
 
 @contextmanager

@@ -11,7 +11,6 @@ import torch
 from click.testing import CliRunner
 from mergekit.options import MergeOptions
 
-import scramble_stream
 import tiny
 from mergekit_rotation.cli import main
 from mergekit_rotation.insight import verify as verifying
@@ -77,14 +76,7 @@ def test_a_change_of_one_percent_is_seen_where_it_is(case, part, place, tmp_path
 
 def test_a_stream_in_other_coordinates_is_told_from_another_function(tmp_path):
     twins = Twins("llama", tmp_path)
-
-    def change(state):
-        cfg = twins.model.config
-        return scramble_stream.scramble_stream(state, cfg, "llama", "orthogonal", seed=5)
-
-    other = changed_copy(twins.reference, tmp_path / "other", change)
-    file = other / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": False}))
+    other = twins.turned(tmp_path / "other")
     code, data, output = verified(tmp_path, twins.reference, other)
     assert code == 0 and data["stream"] == "other" and data["apart_from"] == "embeddings"
     assert "in other coordinates" in output
