@@ -83,6 +83,7 @@ def measure(
         aligned = walk.line(*ends.tensors(True), at, "aligned")
         for words in runs.current().summary():
             say(f"aligned {words}")
+        notes += _left_out()
         stored = walk.dtype
         plain = walk.line(*ends.tensors(False), at, "plain")
         rounded = walk.rounded(coarsest({stored, walk.dtype}), _condition())
@@ -291,6 +292,16 @@ def _vocabulary(ends: Ends) -> int:
 
 def _gibibytes(size: int) -> str:
     return f"{size / 2**30:.3g}"
+
+
+def _left_out() -> list[str]:
+    """Say which layers and blocks were not aligned, and why."""
+    this = runs.current()
+    found = [(entry.model, entry.place, entry.reason) for entry in this.unsolved]
+    found += [(model, *entry) for model, entries in this.left.items() for entry in entries]
+    words = [f"{model}: {place} not aligned: {why}" for model, place, why in found]
+    shown = list(dict.fromkeys(words))
+    return [*shown[:3], *([f"and {len(shown) - 3} more"] if len(shown) > 3 else [])]
 
 
 def _condition() -> float:

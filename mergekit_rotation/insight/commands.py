@@ -124,10 +124,19 @@ def _write(path: Path | None, data: Any) -> None:
 #: shells complete folders; names on the hub, and ``model+adapter``, need not exist
 _MODEL = click.Path(file_okay=False)
 
+
+def _placed(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
+    """Refuse a file whose folder is not there before hours were spent on what it holds."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {file.parent}", context, parameter)
+    return file
+
+
 _JSON = click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path, dir_okay=False),
+    callback=_placed,
     help="Write the result to this file, for machines.",
 )
 
@@ -147,8 +156,7 @@ def _plottable(
         return None
     if file.suffix.lower() not in (".png", ".svg"):
         raise click.BadParameter("name a file that ends in .png or .svg", context, parameter)
-    if not file.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {file.parent}", context, parameter)
+    _placed(context, parameter, file)
     if importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException(
             "--plot needs matplotlib; pip install 'mergekit-rotation[plot]' (or pip install "

@@ -236,6 +236,24 @@ def test_other_tokens_are_told_of(tmp_path):
     assert not data["notes"] and data["ends"]["same"]
 
 
+def test_what_is_not_aligned_is_told(tmp_path):
+    given = config("rotation_linear", MODELS, parameters={"align_neurons": False})
+    code, data, output = told(tmp_path, given, "--points", "3", "--tokens", "256")
+    assert code == 0 and data["removed"] < 0.5
+    assert data["notes"] == [
+        *(f"{MODELS[1]}: model.{k} neurons not aligned: switched off" for k in range(3)),
+        "and 1 more",
+    ]
+    assert "neurons not aligned: switched off" in output
+
+
+def test_files_without_a_folder_are_refused_before_anything_is_read(tmp_path):
+    for option in ("--json", "--plot"):
+        given = ["barrier", str(CODE), "--text", str(CODE), option, str(tmp_path / "no" / "x.png")]
+        result = CliRunner().invoke(main, given)
+        assert result.exit_code == 2 and "there is no folder" in result.output
+
+
 def test_time_and_memory_are_said_before(tmp_path, monkeypatch):
     class Little:
         available = 2**20
