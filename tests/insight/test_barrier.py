@@ -241,7 +241,7 @@ def test_what_is_not_aligned_is_told(tmp_path):
     code, data, output = told(tmp_path, given, "--points", "3", "--tokens", "256")
     assert code == 0 and data["removed"] < 0.5
     assert data["notes"] == [
-        *(f"{MODELS[1]}: model.{k} neurons not aligned: switched off" for k in range(3)),
+        *(f"{MODELS[1]}: default.{k} neurons not aligned: switched off" for k in range(3)),
         "and 1 more",
     ]
     assert "neurons not aligned: switched off" in output
