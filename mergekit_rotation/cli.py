@@ -11,6 +11,7 @@ from mergekit_rotation import startup
 from mergekit_rotation.insight.commands import (
     MISSING,
     align,
+    barrier,
     compare,
     mergekit_with_methods,
     verify,
@@ -49,6 +50,7 @@ def main() -> None:
 
 
 main.add_command(align)
+main.add_command(barrier)
 main.add_command(compare)
 main.add_command(verify)
 

@@ -1,9 +1,10 @@
-"""The commands that compare, verify and align models; what they need is imported when they run."""
+"""The commands that compare, verify and evaluate models; they import what they need when run."""
 
 import functools
 import importlib.util
 import json
 import logging
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -34,16 +35,19 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
     """Add the options of every command here, and show errors as one sentence."""
 
     @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
+    @click.option("--cuda", is_flag=True, help="The same as --device cuda.")
     @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with a model.")
     @click.option("--verbose", is_flag=True, help="Show warnings, and where an error comes from.")
     @click.option("--quiet", is_flag=True, help="No progress bars.")
     @functools.wraps(function)
     def command(
-        device: str, trust_remote_code: bool, verbose: bool, quiet: bool, **given: Any
+        device: str, cuda: bool, trust_remote_code: bool, verbose: bool, quiet: bool, **given: Any
     ) -> None:
         try:
             writing = {name: given.pop(name) for name in WRITING if name in given}
-            options = _prepared(device, trust_remote_code, verbose, quiet, **writing)
+            options = _prepared(
+                "cuda" if cuda else device, trust_remote_code, verbose, quiet, **writing
+            )
             function(options=options, **given)
         except (click.ClickException, click.exceptions.Exit):
             if verbose:
@@ -120,10 +124,19 @@ def _write(path: Path | None, data: Any) -> None:
 #: shells complete folders; names on the hub, and ``model+adapter``, need not exist
 _MODEL = click.Path(file_okay=False)
 
+
+def _placed(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
+    """Refuse a file whose folder is not there before hours were spent on what it holds."""
+    if file is not None and not file.absolute().parent.is_dir():
+        raise click.BadParameter(f"there is no folder {file.parent}", context, parameter)
+    return file
+
+
 _JSON = click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path, dir_okay=False),
+    callback=_placed,
     help="Write the result to this file, for machines.",
 )
 
@@ -143,8 +156,7 @@ def _plottable(
         return None
     if file.suffix.lower() not in (".png", ".svg"):
         raise click.BadParameter("name a file that ends in .png or .svg", context, parameter)
-    if not file.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {file.parent}", context, parameter)
+    _placed(context, parameter, file)
     if importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException(
             "--plot needs matplotlib; pip install 'mergekit-rotation[plot]' (or pip install "
@@ -340,3 +352,73 @@ def verify(
     show_verified(answer)
     if not answer.same:
         raise click.exceptions.Exit(1)
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    required=True,
+    help="The first tokens of this file are predicted.",
+)
+@click.option(
+    "--points",
+    type=click.IntRange(min=3),
+    default=11,
+    show_default=True,
+    help="How many models of each line are evaluated, the ends included.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="How many tokens of the text are read, at most.",
+)
+@_JSON
+@_PLOT
+@_options
+def barrier(
+    config: Path,
+    text: Path,
+    points: int,
+    tokens: int,
+    json_file: Path | None,
+    plot_file: Path | None,
+    options: Any,
+) -> None:
+    """Tell what stands between two models, and how much of it alignment removes.
+
+    CONFIG is a configuration of a rotation_* merge of two models that predict next tokens. Its
+    models, reference, align_* parameters, dtype and tokenizer count; the models evaluated are (1 -
+    t) reference + t other, once with the other model as it is and once with it aligned. None is
+    written. In memory are two models in the dtype of CONFIG and one in float32, in which all is
+    computed. How long it will take is said after the first few rows.
+
+    The loss is the mean cross-entropy of next tokens in nats, of rows of up to 128 tokens that are
+    read on their own. The barrier is the largest loss above the straight line between the losses
+    of the ends, 0 if no loss lies above it. Alignment must not change the losses at the ends; if it
+    does so by more than four times what a random rounding of all weights does, a warning says so.
+
+    The JSON has schema, version, reference, model, text, tokens (how many are predicted), t,
+    plain and aligned (each with loss, one for each t, barrier, and top, the t of the barrier or
+    null), removed (share of the barrier, null if there is none), ends (apart: root mean square over
+    the tokens of the change at the ends; bound; same), seconds, notes.
+    """
+    from tqdm import tqdm
+
+    from mergekit_rotation.insight.barrier import measure
+    from mergekit_rotation.insight.tables import show_barrier
+
+    def say(words: str) -> None:
+        if not options.quiet:
+            tqdm.write(words, file=sys.stderr)
+
+    found = measure(config, text, options, points, tokens, say)
+    _write(json_file, found.data())
+    if plot_file is not None:
+        from mergekit_rotation.insight.plots import plot_barrier
+
+        plot_barrier(found.data(), plot_file)
+    show_barrier(found)

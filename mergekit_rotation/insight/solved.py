@@ -156,9 +156,17 @@ def _solve(reference: str, other: str, residual: str, scale: bool, options: Merg
 
 def planned(config: Mapping[str, Any], options: MergeOptions) -> WholeModels:
     """Plan a merge that aligns whole models, and return what was solved for it."""
+    planner = planner_of(config, options)
+    planner._plan()
+    whole: WholeModels = planner._rotation.whole
+    return whole
+
+
+def planner_of(config: Mapping[str, Any], options: MergeOptions) -> MergePlanner:
+    """Return the planner of a merge, with nothing planned yet."""
     parsed = MergeConfiguration.model_validate(config)
     definition = architecture(parsed, options)
-    planner = MergePlanner(
+    return MergePlanner(
         parsed,
         definition,
         options=options,
@@ -166,9 +174,6 @@ def planned(config: Mapping[str, Any], options: MergeOptions) -> WholeModels:
             parsed, definition, trust_remote_code=options.trust_remote_code
         ),
     )
-    planner._plan()
-    whole: WholeModels = planner._rotation.whole
-    return whole
 
 
 def architecture(config: MergeConfiguration, options: MergeOptions) -> ModelArchitecture:

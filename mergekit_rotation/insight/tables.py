@@ -11,6 +11,7 @@ from rich.table import Table
 from mergekit_rotation.graph.report import Report
 from mergekit_rotation.insight.align import Aligned, as_options
 from mergekit_rotation.insight.compared import Comparison
+from mergekit_rotation.insight.lines import Barrier
 from mergekit_rotation.insight.verify import Verified
 
 _MEANING = {
@@ -98,6 +99,38 @@ def show_verified(verified: Verified, console: Console | None = None) -> None:
     if verified.unseen:
         unseen = ", ".join(verified.unseen)
         console.print(f"note: not run, so not verified: {unseen}", highlight=False, markup=False)
+
+
+def show_barrier(barrier: Barrier, console: Console | None = None) -> None:
+    """Print the losses along both lines, what stands between the models, and what is left of it."""
+    console = console or Console()
+    reference, other = barrier.models
+    title = f"nats per token from {reference} (t = 0) to {other} (t = 1), {barrier.tokens} tokens"
+    console.print(title, highlight=False, markup=False)
+    table = Table(box=SIMPLE_HEAD, padding=(0, 2, 0, 0))
+    for name in ("t", "plain", "aligned"):
+        table.add_column(name, justify="right")
+    lines = (barrier.plain, barrier.aligned)
+    for t, *losses in zip(barrier.plain.points, *(line.loss for line in lines), strict=True):
+        table.add_row(f"{t:.3g}", *(f"{loss:.4f}" for loss in losses))
+    table.add_section()
+    table.add_row("barrier", *(f"{line.barrier:.4f}" for line in lines))
+    console.print(table)
+    if barrier.removed is None:
+        said = "no barrier stands between the two as they are"
+    else:
+        said = f"alignment removes {barrier.removed:.0%} of the barrier"
+    console.print(said, highlight=False, markup=False)
+    for note in barrier.notes:
+        console.print(f"note: {note}", highlight=False, markup=False)
+    if not barrier.same_ends:
+        console.print(
+            f"warning: alignment changes the losses at the ends by {barrier.apart:.2g} (root mean "
+            f"square over tokens), and rounding explains {barrier.bound:.2g}: the aligned model is "
+            "not quite the same function",
+            highlight=False,
+            markup=False,
+        )
 
 
 def show_aligned(aligned: Aligned, console: Console | None = None) -> None:
