@@ -102,6 +102,9 @@ def _write(path: Path | None, data: Any) -> None:
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
+#: shells complete folders; names on the hub, and ``model+adapter``, need not exist
+_MODEL = click.Path(file_okay=False)
+
 _JSON = click.option(
     "--json",
     "json_file",
@@ -139,7 +142,7 @@ _PLOT = click.option(
 
 
 @click.command()
-@click.argument("models", nargs=-1, required=True, metavar="A B [C ...]")
+@click.argument("models", nargs=-1, required=True, metavar="A B [C ...]", type=_MODEL)
 @_JSON
 @_PLOT
 @click.option("--scale", is_flag=True, help="Also undo scalings, as align_scale does.")
@@ -189,8 +192,8 @@ def compare(
 
 
 @click.command()
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
+@click.argument("first", metavar="A", type=_MODEL)
+@click.argument("second", metavar="B", type=_MODEL)
 @click.option(
     "--text",
     type=click.Path(path_type=Path, dir_okay=False, exists=True),
