@@ -50,7 +50,7 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing mergekit."""
         commands = {**self.commands, "yaml": _YAML}
-        rows = [(name, command.get_short_help_str(55)) for name, command in commands.items()]
+        rows = [(name, command.get_short_help_str(100)) for name, command in commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows))
 
