@@ -198,8 +198,9 @@ def compare(
 ) -> None:
     """Tell how two models, or more, are related.
 
-    In every pair the second model is aligned to the first: heads, neurons, experts and, where their
-    family allows it, the residual stream. No model is written. The verdict is one of
+    A model is a folder or a name on the hub, or either with an adapter: base+adapter. In every pair
+    the second is aligned to the first: heads, neurons, experts and, where their family allows it,
+    the residual stream. No model is written. The verdict is one of
 
     \b
       same-coordinates  merge them as they are
