@@ -9,7 +9,13 @@ import click
 from click.shell_completion import CompletionItem
 
 from mergekit_rotation import startup
-from mergekit_rotation.insight.commands import MISSING, compare, mergekit_with_methods, verify
+from mergekit_rotation.insight.commands import (
+    MISSING,
+    align,
+    compare,
+    mergekit_with_methods,
+    verify,
+)
 
 
 def _merge() -> click.Command:
@@ -65,6 +71,7 @@ def main() -> None:
     """
 
 
+main.add_command(align)
 main.add_command(compare)
 main.add_command(verify)
 

@@ -190,6 +190,7 @@ def test_help_and_version_need_no_mergekit(lonely: Environment) -> None:
     result = must(command(lonely, "--help"))
     listed = [line.split() for line in result.stdout.split("Commands:")[1].splitlines()]
     assert {words[0] for words in listed if words} == {
+        "align",
         "check-architecture",
         "compare",
         "doctor",

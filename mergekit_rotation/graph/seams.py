@@ -15,11 +15,14 @@ from importlib import import_module
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
+import click
+
 from mergekit_rotation.graph.errors import RotationError, in_one_sentence, one_line
 
 LOG = logging.getLogger(__name__)
 
 TESTED = "0.1.5"
+_REMEDY = f"install mergekit=={TESTED} or a newer mergekit-rotation"
 
 
 class SeamError(RuntimeError):
@@ -55,15 +58,36 @@ def complete(module: str) -> None:
         raise _differs(module, str(problem)) from problem
 
 
-def _differs(place: str, how: str) -> SeamError:
+def _found() -> str:
     try:
-        found = version("mergekit")
+        return version("mergekit")
     except PackageNotFoundError:
-        found = "of unknown version"
-    return SeamError(
-        f"mergekit {found} differs from {TESTED} at {place} ({how}); "
-        f"install mergekit=={TESTED} or a newer mergekit-rotation"
-    )
+        return "of unknown version"
+
+
+def _differs(place: str, how: str) -> SeamError:
+    return SeamError(f"mergekit {_found()} differs from {TESTED} at {place} ({how}); {_REMEDY}")
+
+
+@functools.cache
+def _warn_of_version() -> None:
+    """Say once that mergekit is one that nobody tried, though every seam is in its place."""
+    if _found() != TESTED:
+        LOG.warning(
+            "mergekit %s is not the tested %s; check the merged model, or %s",
+            _found(),
+            TESTED,
+            _REMEDY,
+        )
+
+
+def _of_version(problem: BaseException) -> RotationError | None:
+    """Return what to say of a fault of ours under a mergekit that nobody tried."""
+    unexpected = isinstance(problem, Exception) and not isinstance(problem, click.ClickException)
+    if not unexpected or _found() == TESTED:
+        return None
+    kind = type(problem).__name__
+    return RotationError(str(_differs("a rotation_* merge", f"{kind}: {one_line(problem)}")))
 
 
 def _methods() -> Any:
@@ -222,10 +246,21 @@ def _ordered_models(original: Callable[..., Any], config: Any) -> list[Any]:
 # -- mergekit.plan: the inputs of planned tasks ---------------------------------------------------
 
 
+#: methods of the planner that are called by ours, not replaced
+_CALLED = {
+    "plan_tensor": ("weight", "weights_in", "models", "cfg_reader"),
+    "_model_arch": ("model",),
+    "_out_module_arch": ("module",),
+}
+
+
 def plan_alignment() -> None:
     """Align the inputs of every planned layer; `mergekit.merge` binds the class, so patch it."""
     MergePlanner = _class("mergekit.plan", "MergePlanner")
     layer = ("self", "sources", "layer_offset", "t", "cfg_reader", "module_name")
+    _expect(MergePlanner, "plan_layer", layer)
+    for name, parameters in _CALLED.items():
+        _expect(MergePlanner, name, ("self", *parameters))
     _wrap(MergePlanner, "plan_layer", layer, _plan_layer)
     _wrap(MergePlanner, "_plan", ("self",), _plan)
     _wrap(MergePlanner, "plan_to_disk", ("self", "out_path"), _plan_to_disk)
@@ -245,6 +280,7 @@ def _plan(original: Callable[..., Any], planner: Any) -> None:
     from mergekit_rotation.graph.planning import Alignment
     from mergekit_rotation.graph.vocabulary import by_row
 
+    _warn_of_version()
     # A configuration that was not read but built by a program has not been looked at yet.
     given = planner.config.model_dump()
     parameters.check_mapping(given)
@@ -343,6 +379,7 @@ def _open_writer(original: Callable[..., Any], task: Any, **kwargs: Any) -> Any:
 def guard_merge() -> None:
     """Clean up after a failed merge and say what was done; scripts bind the wrapped function."""
     merge = sys.modules["mergekit.merge"]
+    _expect(merge, "_model_out_config", ("config", "arch_info", "trust_remote_code"))
     _wrap(merge, "run_merge", ("merge_config", "out_path", "options"), _run_merge)
     _wrap(merge, "get_architecture_info", ("config", "options"), _architecture)
     _wrap(merge, "generate_card", ("config", "config_yaml", "name"), _card)
@@ -387,7 +424,7 @@ def _run_merge(
         result = original(merge_config, out_path, options, *args, **kw)
     except BaseException as problem:
         this.discard_output()
-        sentence = in_one_sentence(problem, out_path)
+        sentence = in_one_sentence(problem, out_path) or _of_version(problem)
         if sentence is None:
             raise
         LOG.debug("what ended the merge", exc_info=problem)

@@ -15,6 +15,7 @@ import click
 
 from mergekit_rotation import startup
 from mergekit_rotation.graph.seams import TESTED
+from mergekit_rotation.insight.writing import WRITING, writing_options
 
 MISSING = f"mergekit is not installed; pip install mergekit=={TESTED}."
 
@@ -43,7 +44,8 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
         device: str, trust_remote_code: bool, verbose: bool, quiet: bool, **given: Any
     ) -> None:
         try:
-            options = _prepared(device, trust_remote_code, verbose, quiet)
+            writing = {name: given.pop(name) for name in WRITING if name in given}
+            options = _prepared(device, trust_remote_code, verbose, quiet, **writing)
             with _adapters_merged(options) as options:
                 function(options=options, **given)
         except (click.ClickException, click.exceptions.Exit):
@@ -59,25 +61,32 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _prepared(device: str, trust_remote_code: bool, verbose: bool, quiet: bool) -> Any:
-    """Import mergekit with our methods in it, and return its options."""
+def _prepared(
+    device: str, trust_remote_code: bool, verbose: bool, quiet: bool, **writing: Any
+) -> Any:
+    """Import mergekit with our methods in it, and return its options.
+
+    What a command that writes a model warns of is shown, as mergekit-yaml does.
+    """
     with mergekit_with_methods():
         from mergekit.options import MergeOptions
     import torch
     import transformers
 
     level = logging.INFO if verbose else logging.ERROR
+    transformers.logging.set_verbosity(level)
+    level = min(level, logging.WARNING) if writing else level
     logging.basicConfig(level=level)
     for name in ("mergekit", "mergekit_rotation"):
         logging.getLogger(name).setLevel(level)
-    transformers.logging.set_verbosity(level)
+    if device == "cpu" and (writing.get("cuda") or writing.get("gpu_rich")):
+        device = "cuda"
     try:
         torch.empty(0, device=device)
     except Exception:
         raise click.ClickException(f"the device {device} cannot be used; try cpu") from None
-    return MergeOptions(
-        device=device, trust_remote_code=trust_remote_code, quiet=quiet, copy_tokenizer=True
-    )
+    given = {"copy_tokenizer": True, **writing}
+    return MergeOptions(device=device, trust_remote_code=trust_remote_code, quiet=quiet, **given)
 
 
 @contextmanager
@@ -103,12 +112,18 @@ class _Failed(click.ClickException):
     exit_code = 2
 
 
+class _No(click.ClickException):
+    """The answer no."""
+
+    exit_code = 1
+
+
 def _errors_exit_with_2(function: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(function)
     def command(**given: Any) -> None:
         try:
             function(**given)
-        except click.UsageError:
+        except (click.UsageError, _No):
             raise
         except click.ClickException as problem:
             raise _Failed(problem.message) from problem
@@ -157,6 +172,13 @@ _JSON = click.option(
 )
 
 
+_TEXT = click.option(
+    "--text",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    help="Read the first tokens of this file, in place of random ones.",
+)
+
+
 def _plottable(
     context: click.Context, parameter: click.Parameter, file: Path | None
 ) -> Path | None:
@@ -181,6 +203,92 @@ _PLOT = click.option(
     metavar="FILE.png|.svg",
     help="Draw the result; needs matplotlib (the extra `plot`).",
 )
+
+
+@click.command()
+@click.argument("model", metavar="A", type=_MODEL)
+@click.argument("out", metavar="OUT", type=_MODEL)
+@click.option(
+    "--to", "reference", required=True, metavar="REF", type=_MODEL, help="The model that stays."
+)
+@click.option(
+    "--residual",
+    type=click.Choice(["none", "permutation", "orthogonal"]),
+    default="none",
+    show_default=True,
+    help="Bring the residual stream together, too, as align_residual does.",
+)
+@click.option("--scale", is_flag=True, help="Also undo scalings, as align_scale does.")
+@click.option(
+    "--architecture",
+    type=click.Path(exists=True),
+    help="A declaration of your own of an architecture.",
+)
+@click.option("--verify/--no-verify", "verified", default=True, help="Verify OUT.  [default: yes]")
+@_TEXT
+@_JSON
+@writing_options
+@_errors_exit_with_2
+@_options
+def align(
+    model: str,
+    out: str,
+    reference: str,
+    residual: str,
+    scale: bool,
+    architecture: str | None,
+    verified: bool,
+    text: Path | None,
+    json_file: Path | None,
+    options: Any,
+) -> None:
+    """Write A in the coordinates of REF, and verify it.
+
+    \b
+      mergekit-rotation align ./protected --to ./base ./readable
+      mergekit-rotation align ./a --to ./b ./a-like-b --residual orthogonal
+
+    OUT becomes A: its config, tokenizer, other files and dtypes, the same function; but its heads,
+    neurons and experts (with --residual its residual stream, too) stand where they are closest to
+    those of REF, which is only read. It is what the method rotation_align writes, about one layer
+    in memory at a time; a model that is in OUT is replaced.
+
+    Then A and OUT are run and compared, as `verify` does, each as a whole and in float32. Exits
+    with 0 if they are the same function (with --no-verify: if OUT is written), with 1 if not:
+    weights and config.json are then removed from OUT; with 2 if A cannot be aligned, or if the
+    question cannot be told, for example because transformers cannot run A: OUT then stays,
+    unverified.
+
+    The JSON has what alignment.json in OUT has (distances before and after, layers, notes), and
+    out (null if removed), verified (the JSON of `verify`; null if that was not done), unverified
+    (why not).
+    """  # noqa: D301
+    from mergekit_rotation.insight.align import align as aligned
+    from mergekit_rotation.insight.tables import show_aligned
+
+    answer = aligned(
+        model,
+        reference,
+        out,
+        options,
+        residual=residual,
+        scale=scale,
+        architecture=architecture,
+        verified=verified,
+        text=text,
+    )
+    _write(json_file, answer.data())
+    show_aligned(answer)
+    if not answer.kept:
+        raise _No(
+            f"{out} is not the same function as {model} ({answer.reason}), so that its weights "
+            "and config.json are removed; --no-verify keeps them"
+        ) from answer.problem
+    if answer.problem is not None:
+        raise _Failed(
+            f"{out} is written, but whether it is the same function as {model} cannot be told: "
+            f"{answer.reason}"
+        ) from answer.problem
 
 
 @click.command()
@@ -237,11 +345,7 @@ def compare(
 @click.command()
 @click.argument("first", metavar="A", type=_MODEL)
 @click.argument("second", metavar="B", type=_MODEL)
-@click.option(
-    "--text",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Read the first tokens of this file, in place of random ones.",
-)
+@_TEXT
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float64"]),

@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from mergekit_rotation.graph.report import Report
+from mergekit_rotation.insight.align import Aligned, as_options
 from mergekit_rotation.insight.compared import Comparison
 from mergekit_rotation.insight.verify import Verified
 
@@ -165,6 +166,21 @@ def show_verified(verified: Verified, console: Console | None = None) -> None:
     if verified.unseen:
         unseen = ", ".join(verified.unseen)
         console.print(f"note: not run, so not verified: {unseen}", highlight=False, markup=False)
+
+
+def show_aligned(aligned: Aligned, console: Console | None = None) -> None:
+    """Print how far a model was from its reference and is now, and whether it is verified."""
+    console = console or terminal()
+    for report in aligned.reports:
+        total = report.total().summary()
+        before, after = (number(total[f"distance_{when}"]) for when in ("before", "after"))
+        title = f"{report.model} in the coordinates of {report.reference}"
+        said = f"{title}: relative distance of what was aligned {before} → {after}"
+        console.print(said, highlight=False, markup=False)
+        for note in report.notes:
+            console.print(f"note: {as_options(note)}", highlight=False, markup=False)
+    if aligned.verified is not None:
+        show_verified(aligned.verified, console)
 
 
 def _because(report: Report) -> str:
