@@ -56,7 +56,7 @@ class _Commands(click.Group):
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing mergekit."""
         commands = {**self.commands, "yaml": _YAML}
-        rows = [(name, command.get_short_help_str(100)) for name, command in commands.items()]
+        rows = [(name, command.get_short_help_str(56)) for name, command in commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows))
 
@@ -76,7 +76,7 @@ main.add_command(compare)
 main.add_command(verify)
 
 
-@main.command()
+@main.command(short_help="Say what is installed, and what to do if it fails.")
 def doctor() -> None:
     """Say what is installed, whether mergekit finds the methods, and what to do if not.
 

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from environments import (
@@ -18,6 +19,7 @@ from environments import (
     other_mergekit,
     together,
 )
+from mergekit_rotation.cli import main
 from scramble import scramble
 from tiny import build, save
 
@@ -242,6 +244,14 @@ def test_shells_complete_the_options_of_mergekit(installed: Environment) -> None
     variables = {"COMP_WORDS": "mergekit-rotation yaml --lora", "COMP_CWORD": "2"}
     result = command(installed, _MERGEKIT_ROTATION_COMPLETE="bash_complete", **variables)
     assert "plain,--lora-merge-cache" in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["", *main.commands])
+def test_help_fits_into_80_columns(name: str) -> None:
+    result = CliRunner().invoke(main, [*name.split(), "--help"], terminal_width=80)
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert "\\b" not in result.output and "\b" not in result.output
 
 
 def test_a_wrong_command_is_refused(lonely: Environment) -> None:
