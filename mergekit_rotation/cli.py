@@ -6,6 +6,7 @@ from importlib import metadata
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from mergekit_rotation import startup
 from mergekit_rotation.insight.commands import (
@@ -18,8 +19,32 @@ from mergekit_rotation.insight.commands import (
 )
 
 
+def _merge() -> click.Command:
+    """Return mergekit's own command, with our methods in it."""
+    with mergekit_with_methods():
+        from mergekit.scripts.run_yaml import main as merge
+    return merge
+
+
+class _Yaml(click.Command):
+    """Stands for ``yaml`` in lists, which are not to wait seconds for mergekit."""
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete options by mergekit's command, and all else by names of files."""
+        if incomplete.startswith("-"):
+            return _merge().shell_complete(ctx, incomplete)
+        return super().shell_complete(ctx, incomplete)
+
+
+_YAML = _Yaml(
+    "yaml",
+    params=[click.Argument([name], type=click.Path()) for name in ("config", "out")],
+    short_help="mergekit-yaml, where start-up hooks do not run.",
+)
+
+
 class _Commands(click.Group):
-    """Adds mergekit's own command as ``yaml``, imported when it is asked for."""
+    """Adds mergekit's own command as ``yaml``, imported when it is run."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return sorted([*super().list_commands(ctx), "yaml"])
@@ -27,16 +52,14 @@ class _Commands(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name != "yaml":
             return super().get_command(ctx, cmd_name)
-        with mergekit_with_methods():
-            from mergekit.scripts.run_yaml import main as merge
-        return merge
+        return _YAML if ctx.resilient_parsing else _merge()  # resilient: of the shell's completion
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing mergekit, which takes seconds."""
-        rows = {name: command.get_short_help_str(55) for name, command in self.commands.items()}
-        rows["yaml"] = "mergekit-yaml, where start-up hooks do not run."
+        """List the commands without importing mergekit."""
+        commands = {**self.commands, "yaml": _YAML}
+        rows = [(name, command.get_short_help_str(56)) for name, command in commands.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(sorted(rows.items()))
+            formatter.write_dl(sorted(rows))
 
 
 @click.group(cls=_Commands)
@@ -55,7 +78,7 @@ main.add_command(compare)
 main.add_command(verify)
 
 
-@main.command()
+@main.command(short_help="Say what is installed, and what to do if it fails.")
 def doctor() -> None:
     """Say what is installed, whether mergekit finds the methods, and what to do if not.
 

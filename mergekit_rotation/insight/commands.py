@@ -4,7 +4,9 @@ import functools
 import importlib.util
 import json
 import logging
+import os
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -48,7 +50,8 @@ def _options(function: Callable[..., None]) -> Callable[..., None]:
             options = _prepared(
                 "cuda" if cuda else device, trust_remote_code, verbose, quiet, **writing
             )
-            function(options=options, **given)
+            with _adapters_merged(options) as options:
+                function(options=options, **given)
         except (click.ClickException, click.exceptions.Exit):
             if verbose:
                 logging.getLogger(__name__).info("", exc_info=True)
@@ -90,6 +93,23 @@ def _prepared(
     return MergeOptions(device=device, trust_remote_code=trust_remote_code, quiet=quiet, **given)
 
 
+@contextmanager
+def _adapters_merged(options: Any) -> Iterator[Any]:
+    """Give mergekit a folder to merge ``model+adapter`` in, unless it has one; it goes again."""
+    from mergekit.io.tasks import LoaderCache
+
+    if options.lora_merge_cache:
+        yield options
+        return
+    with tempfile.TemporaryDirectory(prefix="mergekit-rotation-") as folder:
+        try:
+            yield options.model_copy(update={"lora_merge_cache": folder})
+        finally:
+            loaders = LoaderCache.loaders
+            for model in [model for model in loaders if model.lora]:
+                del loaders[model]
+
+
 class _Failed(click.ClickException):
     """An error of a command whose exit code 1 is an answer."""
 
@@ -121,14 +141,29 @@ def _write(path: Path | None, data: Any) -> None:
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
-#: shells complete folders; names on the hub, and ``model+adapter``, need not exist
-_MODEL = click.Path(file_okay=False)
+class _Model(click.Path):
+    """A model: shells complete folders; names on the hub, and ``model+adapter``, need not exist."""
+
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> str | bytes | Path:
+        if Path(value).is_file():
+            self.fail(f"{value} is a file; name the folder that it lies in", param, ctx)
+        return super().convert(value, param, ctx)  # type: ignore[return-value]
 
 
-def _placed(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
-    """Refuse a file whose folder is not there before hours were spent on what it holds."""
-    if file is not None and not file.absolute().parent.is_dir():
+_MODEL = _Model(file_okay=False)
+
+
+def _writable(context: click.Context, parameter: click.Parameter, file: Path | None) -> Path | None:
+    """Refuse a file that cannot be written before hours were spent on what it holds."""
+    if file is None:
+        return None
+    folder = file.absolute().parent
+    if not folder.is_dir():
         raise click.BadParameter(f"there is no folder {file.parent}", context, parameter)
+    if not os.access(file if file.exists() else folder, os.W_OK):
+        raise click.BadParameter(f"{file} cannot be written", context, parameter)
     return file
 
 
@@ -136,7 +171,7 @@ _JSON = click.option(
     "--json",
     "json_file",
     type=click.Path(path_type=Path, dir_okay=False),
-    callback=_placed,
+    callback=_writable,
     help="Write the result to this file, for machines.",
 )
 
@@ -156,13 +191,12 @@ def _plottable(
         return None
     if file.suffix.lower() not in (".png", ".svg"):
         raise click.BadParameter("name a file that ends in .png or .svg", context, parameter)
-    _placed(context, parameter, file)
     if importlib.util.find_spec("matplotlib") is None:
         raise click.ClickException(
             "--plot needs matplotlib; pip install 'mergekit-rotation[plot]' (or pip install "
             "matplotlib)."
         )
-    return file
+    return _writable(context, parameter, file)
 
 
 _PLOT = click.option(
@@ -262,7 +296,7 @@ def align(
 
 
 @click.command()
-@click.argument("models", nargs=-1, required=True, metavar="A B [C ...]")
+@click.argument("models", nargs=-1, required=True, metavar="A B [C ...]", type=_MODEL)
 @_JSON
 @_PLOT
 @click.option("--scale", is_flag=True, help="Also undo scalings, as align_scale does.")
@@ -276,12 +310,13 @@ def compare(
 ) -> None:
     """Tell how two models, or more, are related.
 
-    In every pair the second model is aligned to the first: heads, neurons, experts and, where their
-    family allows it, the residual stream. No model is written. The verdict is one of
+    A model is a folder or a name on the hub, or either with an adapter: base+adapter. In every pair
+    the second is aligned to the first: heads, neurons, experts and, where their family allows it,
+    the residual stream. No model is written. The verdict is one of
 
     \b
       same-coordinates  merge them as they are
-      same-function     (nearly) the same function in other coordinates: rotation_* methods
+      same-function     (nearly) the same in other coordinates: rotation_* methods
       related           parts are shared, or an ancestor far back
       unrelated         only align_residual has a chance, and training after it
 
@@ -297,7 +332,7 @@ def compare(
     """  # noqa: D301
     if len(models) < 2:
         raise click.UsageError("name at least two models")
-    if len(set(models)) < len(models):
+    if len({os.path.realpath(model) for model in models}) < len(models):
         raise click.UsageError("a model is named twice")
     from mergekit_rotation.insight.compared import Comparison
     from mergekit_rotation.insight.tables import show_comparison
@@ -312,8 +347,8 @@ def compare(
 
 
 @click.command()
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
+@click.argument("first", metavar="A", type=_MODEL)
+@click.argument("second", metavar="B", type=_MODEL)
 @_TEXT
 @click.option(
     "--dtype",

@@ -248,7 +248,7 @@ def _plot_tree(ax: Axes, tree: np.ndarray, count: int) -> None:
     """Draw the tree above the columns; scipy's leaves lie 10 apart."""
     drawn = dendrogram(tree, no_plot=True)
     for x, y in zip(drawn["icoord"], drawn["dcoord"], strict=True):
-        ax.plot([(value - 5) / 10 for value in x], y, color=_GREY, lw=1)
+        ax.plot([(value - 5) / 10 for value in x], y, color=_GREY, lw=1, clip_on=False)
     ax.set_xlim(-0.5, count - 0.5)
     ax.set_ylim(0, 1.05)
     ax.set_yticks([0, 1])

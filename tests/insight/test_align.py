@@ -233,8 +233,8 @@ def test_errors_are_one_sentence_and_nothing_is_written(twins, tmp_path):
         ((a, "--to", b, a), "is one of the inputs; write to another folder"),
         ((a, "--to", b, f"{b}/../{b.name}"), "is one of the inputs; write to another folder"),
         ((a, "--to", a, out), "is the reference itself; name another model after --to"),
-        ((a, "--to", tmp_path / "nothing", out), "nothing: cannot be read as a model"),
-        ((tmp_path / "nothing", "--to", b, out), "nothing: cannot be read as a model"),
+        ((a, "--to", tmp_path / "nothing", out), "nothing: there is no such folder"),
+        ((tmp_path / "nothing", "--to", b, out), "nothing: there is no such folder"),
         ((tmp_path / "deep", "--to", b, out), "choose another model for --to"),
         ((tmp_path / "wide", "--to", b, out), "hidden_size is 64, but 48 in the reference"),
         (

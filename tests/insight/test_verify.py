@@ -150,7 +150,7 @@ def test_what_cannot_be_told_is_an_error_of_its_own(tmp_path):
     short.write_text("t1")
     small = QUICKSTART / "model"
     for arguments, word in (
-        ((tmp_path / "a", tmp_path / "nothing"), "cannot be read as a model"),
+        ((tmp_path / "a", tmp_path / "nothing"), "there is no such folder"),
         ((tmp_path / "a", lacking), "is missing, and transformers draws it at random"),
         ((tmp_path / "a", damaged), "NaN"),
         ((tmp_path / "a", tmp_path / "a", "--text", text), "cannot be read by its tokenizer"),
