@@ -296,7 +296,7 @@ def test_scaling_never_ends_farther_away(drawn, seed, kind):
 @LAW
 @given(drawn=layouts(), seed=SEEDS)
 def test_scrambled_and_scaled_copies_come_back(drawn, seed):
-    """Up to what rounding hides: distances are sums of squares, so it is the root of their error."""
+    """Up to what rounding hides: the root of its share of a sum of squares."""
     layout, _, scaled = drawn
     x = sided(layout, seed)
     change = gauge(layout, seed + 1)
