@@ -1,5 +1,7 @@
 """The planned graph: order, residency, sharing; slices and vocabularies of outputs."""
 
+import gc
+
 import pytest
 import torch
 from mergekit.io.tasks import LoadTensor
@@ -54,6 +56,37 @@ def test_about_one_layer_of_each_model_is_resident(case, tmp_path):
         assert len(blocks) == 2 * 2 * layers  # two blocks, two models other than the reference
     largest = max(len(block.legs) for block in blocks)
     assert alive[3] == alive[12] <= 3 * (largest + 1)
+
+
+def bytes_alive():
+    """Bytes of all tensors that anything holds, each stretch of memory counted once."""
+    held = {x.data_ptr(): x.nbytes for x in gc.get_objects() if type(x) is torch.Tensor}
+    return sum(held.values())
+
+
+def test_nothing_of_a_layer_is_kept_once_it_is_merged(tmp_path, monkeypatch):
+    """Neither weights nor transformations: what is alive at most does not grow with the depth."""
+    execute, alive = ExecuteMergeMethodTask.execute, []
+
+    def watched(task, **inputs):
+        alive.append(bytes_alive())
+        return execute(task, **inputs)
+
+    monkeypatch.setattr(ExecuteMergeMethodTask, "execute", watched)
+    peaks = {}
+    for layers in (3, 12):
+        folder = tmp_path / str(layers)
+        model, *rest = deep("llama", folder, layers)
+        options = ("--out-shard-size", "1")  # written as soon as it is merged
+        gc.collect()
+        before = bytes_alive()
+        alive.clear()
+        merged(config("rotation_linear", [model, *rest]), folder / "out", *options)
+        peaks[layers] = max(alive) - before
+    layer = sum(x.nbytes for n, x in weights(model).items() if "layers.0." in n)
+    assert run.current().records, "nothing was aligned"
+    assert abs(peaks[12] - peaks[3]) < layer / 8
+    assert peaks[12] < 3 * 3 * layer
 
 
 def test_every_leg_is_read_once(tmp_path):
