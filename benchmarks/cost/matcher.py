@@ -81,7 +81,9 @@ def sides() -> tuple[list, dict[str, tuple[State, State]], int]:
         }
 
     a, other = layer(), layer()
-    near = {name: x * (1 + 0.02 * torch.randn(x.shape, generator=generator)) for name, x in a.items()}
+    near = {
+        name: x * (1 + 0.02 * torch.randn(x.shape, generator=generator)) for name, x in a.items()
+    }
     order = torch.randperm(config.intermediate_size, generator=generator)
     near |= {n: near[n][order] for n in (UP + "weight", UP + "bias")} | {DOWN: near[DOWN][:, order]}
     return list(blocks), {"near": (a, near), "independent": (a, other)}, config.num_attention_heads
@@ -111,7 +113,9 @@ def measure(repeats: int) -> dict[str, dict[str, float]]:
                         if who == "ours":
                             moved = ours(block, a, b)
                         else:
-                            moved = paper_attention(a, b, heads) if is_heads else paper_neurons(a, b)
+                            moved = (
+                                paper_attention(a, b, heads) if is_heads else paper_neurons(a, b)
+                            )
                     spent = time.perf_counter() - start
                     best[part] = min(best.get(part, spent), spent)
                     distance[part] = sum(float((a[n] - moved[n]).square().sum()) for n in moved)

@@ -90,11 +90,13 @@ def _write(folder: Path, kinds: list[str], source, parts: list[str], shapes) -> 
         places |= dict.fromkeys(state, file)
         save_file(state, folder / "model" / file, metadata={"format": "pt"})
         for kind in kinds:
-            changed = {
-                "near": lambda: {n: _noisy(n, x, kind) for n, x in state.items()},
-                "twin": lambda: _turned(config, family, part, state),
-                "other": lambda: _random(shapes, part, kind),
-            }[kind.rstrip("0123456789")]()
+            base = kind.rstrip("0123456789")
+            if base == "near":
+                changed = {name: _noisy(name, x, kind) for name, x in state.items()}
+            elif base == "twin":
+                changed = _turned(config, family, part, state)
+            else:
+                changed = _random(shapes, part, kind)
             save_file(changed, folder / kind / file, metadata={"format": "pt"})
     index = json.dumps({"metadata": {}, "weight_map": places})
     for kind in ("model", *kinds):

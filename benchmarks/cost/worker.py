@@ -11,7 +11,6 @@ import json
 import sys
 import time
 from collections import Counter
-from pathlib import Path
 
 
 class Stages:
