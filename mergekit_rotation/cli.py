@@ -19,45 +19,49 @@ from mergekit_rotation.insight.commands import (
 )
 
 
-def _merge() -> click.Command:
-    """Return mergekit's own command, with our methods in it."""
-    with mergekit_with_methods():
-        from mergekit.scripts.run_yaml import main as merge
-    return merge
+class _Late(click.Command):
+    """Stands for a command with options of mergekit's, which takes seconds to import.
 
+    Parameters
+    ----------
+    name, module : str
+        The command is ``main`` of the module.
+    text : str
+        What the list of commands says of it.
+    """
 
-class _Yaml(click.Command):
-    """Stands for ``yaml`` in lists, which are not to wait seconds for mergekit."""
+    def __init__(self, name: str, module: str, text: str):
+        files = [click.Argument([argument], type=click.Path()) for argument in ("config", "out")]
+        super().__init__(name, params=[*files], short_help=text)
+        self.module = module
+
+    def load(self) -> click.Command:
+        """Import the command, with mergekit and our methods in it."""
+        with mergekit_with_methods():
+            importlib.import_module("mergekit.merge")  # before modules of ours that need it
+            command: click.Command = importlib.import_module(self.module).main
+        return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Complete options by mergekit's command, and all else by names of files."""
+        """Complete options by the command itself, and all else by names of files."""
         if incomplete.startswith("-"):
-            return _merge().shell_complete(ctx, incomplete)
+            return self.load().shell_complete(ctx, incomplete)
         return super().shell_complete(ctx, incomplete)
 
 
-_YAML = _Yaml(
-    "yaml",
-    params=[click.Argument([name], type=click.Path()) for name in ("config", "out")],
-    short_help="mergekit-yaml, where start-up hooks do not run.",
-)
-
-
 class _Commands(click.Group):
-    """Adds mergekit's own command as ``yaml``, imported when it is run."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), "yaml"])
+    """Imports the commands that stand for others when these are run."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name != "yaml":
-            return super().get_command(ctx, cmd_name)
-        return _YAML if ctx.resilient_parsing else _merge()  # resilient: of the shell's completion
+        command = super().get_command(ctx, cmd_name)
+        # Resilient parsing is that of the shell's completion, which is not to wait.
+        if isinstance(command, _Late) and not ctx.resilient_parsing:
+            return command.load()
+        return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """List the commands without importing mergekit."""
-        commands = {**self.commands, "yaml": _YAML}
-        rows = [(name, command.get_short_help_str(56)) for name, command in commands.items()]
+        rows = [(name, command.get_short_help_str(56)) for name, command in self.commands.items()]
         with formatter.section("Commands"):
             formatter.write_dl(sorted(rows))
 
@@ -72,10 +76,23 @@ def main() -> None:
     """
 
 
-main.add_command(align)
-main.add_command(barrier)
-main.add_command(compare)
-main.add_command(verify)
+for _command in (
+    align,
+    barrier,
+    compare,
+    verify,
+    _Late(
+        "plan",
+        "mergekit_rotation.insight.plan_command",
+        "Tell what a merge would do, and what it takes.",
+    ),
+    _Late(
+        "yaml",
+        "mergekit.scripts.run_yaml",
+        "mergekit-yaml, where start-up hooks do not run.",
+    ),
+):
+    main.add_command(_command)
 
 
 @main.command(short_help="Say what is installed, and what to do if it fails.")

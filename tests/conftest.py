@@ -52,6 +52,15 @@ def tally(request):
     return count
 
 
+@pytest.fixture
+def at_a_pace(monkeypatch):
+    """Let plans take rates that are not measured, which takes a moment each time."""
+    from mergekit_rotation.insight.pace import Pace
+
+    rates = Pace(1e9, 1e9, 1e-9, 1e-9, 1e9, 1.0)
+    monkeypatch.setattr(Pace, "measured", classmethod(lambda cls: rates))
+
+
 def pytest_terminal_summary(terminalreporter, config):
     table = config.stash[OPEN]
     if table:

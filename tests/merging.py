@@ -197,6 +197,14 @@ def merge(configuration: Mapping[str, Any] | str, out: Path, *options: str) -> R
     return CliRunner().invoke(main, [str(file), str(out), *QUIET, *options])
 
 
+def planned(configuration: Mapping[str, Any] | str, out: Path, *options: str) -> Result:
+    """Run ``mergekit-rotation plan`` in this process."""
+    from mergekit_rotation.insight.plan_command import main
+
+    file = write(configuration, out.parent)
+    return CliRunner().invoke(main, [str(file), str(out), *QUIET, *options])
+
+
 def merged(configuration: Mapping[str, Any] | str, out: Path, *options: str) -> Path:
     """Run a merge that has to succeed."""
     result = merge(configuration, out, *options)

@@ -197,6 +197,7 @@ def test_help_and_version_need_no_mergekit(lonely: Environment) -> None:
         "check-architecture",
         "compare",
         "doctor",
+        "plan",
         "verify",
         "yaml",
     }

@@ -10,11 +10,13 @@ from pydantic import BaseModel, ConfigDict
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.symmetry import (
     AttentionLayout,
+    Element,
     ExpertLayout,
     Group,
     NeuronLayout,
     Pattern,
     Permute,
+    Rotate,
     Sign,
     SymmetryError,
     Transformation,
@@ -173,6 +175,27 @@ class BlockSpec(BaseModel):
             raise RotationError(f"{where}: {problem}; the model is damaged") from problem
         except torch.linalg.LinAlgError:
             return None
+
+    def outline(self) -> Transformation:
+        """Return a transformation of the kind that `solve` may find, with the identity's numbers.
+
+        Every symmetry that is switched on has an element; maps that are not orthogonal count as
+        rotations, which touch the same tensors.
+        """
+        sizes = dict(self.sizes)
+        per = {"g": "kv"} | ({"f": "x"} if self.expert_groups else {})
+        result: list[Element] = []
+        for axis, (times, size) in self.orders().items():
+            index = torch.arange(size)
+            if axis in per:
+                result.append(Permute(axis, index.expand(times, -1), per=per[axis]))
+            else:
+                result.append(Permute(axis, index))
+        used = {"qk": self.use_query_key, "vo": self.use_value_output}
+        for axis in (a for a, on in used.items() if self.query_key is not None and on):
+            eye = torch.eye(sizes[axis]).expand(sizes["kv"], -1, -1)
+            result.append(Rotate(axis, eye, per="kv"))
+        return tuple(result)
 
     def _used_heads(self, layout: AttentionLayout) -> AttentionLayout:
         """Return a layout with only the groups that are switched on."""

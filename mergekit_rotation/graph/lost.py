@@ -8,6 +8,7 @@ from mergekit.common import ModelReference
 from mergekit.io.tasks import LoaderCache, LoadTensor
 
 from mergekit_rotation.architecture import grouped
+from mergekit_rotation.graph import run
 from mergekit_rotation.graph.checkpoints import Checkpoint
 from mergekit_rotation.graph.context import Context
 
@@ -101,6 +102,8 @@ def _is_tied_copy(checkpoint: Checkpoint, name: str) -> bool:
     for prefix in family.prefixes:
         embedding = family.stream.tied.get(name.removeprefix(prefix))
         if embedding is not None and prefix + embedding in stored:
+            if run.current().dry:  # values are not read
+                return checkpoint.header(name) == checkpoint.header(prefix + embedding)
             loader = LoaderCache().get(checkpoint.model)
             return torch.equal(loader.get_tensor(name), loader.get_tensor(prefix + embedding))
     return False

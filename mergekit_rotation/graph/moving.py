@@ -201,6 +201,16 @@ class MoveTensor(Task[torch.Tensor | None]):
             )
         return moved
 
+    def outline(self, **kwargs: torch.Tensor | None) -> torch.Tensor | None:
+        """Return what `execute` does, of tensors on the meta device; shapes are checked."""
+        x = self._side("own", kwargs).get(self.move.name)
+        if x is None:
+            return None
+        if self.base and x.is_floating_point():
+            before = self._side("base", kwargs).get(self.move.name)
+            self._check_carried(x, before, kwargs["reference"])
+        return torch.empty_like(x, dtype=dtype_from_name(self.dtype))
+
     def _side(
         self, side: str, values: Mapping[str, torch.Tensor | None]
     ) -> dict[str, torch.Tensor]:
@@ -215,14 +225,21 @@ class MoveTensor(Task[torch.Tensor | None]):
         x, before = own[self.move.name], base.get(self.move.name)
         if not x.is_floating_point():
             return x
+        self._check_carried(x, before, reference)
+        assert before is not None and reference is not None
+        if torch.equal(x, before) and all(torch.equal(own[n], base[n]) for n in own if n in base):
+            return reference.to(dtype)
+        work = working_dtype(x.dtype, before.dtype, reference.dtype)
+        result = reference.to(work) + (self.move(own, work) - self.move(base, work))
+        return result.to(dtype)
+
+    def _check_carried(
+        self, x: torch.Tensor, before: torch.Tensor | None, reference: torch.Tensor | None
+    ) -> None:
+        """Refuse a difference of tensors of several shapes."""
         if before is None or reference is None or not x.shape == before.shape == reference.shape:
             shapes = [None if t is None else tuple(t.shape) for t in (x, before, reference)]
             raise RotationError(
                 f"{self.model}: {self.move.name} has shape {shapes[0]}, {shapes[1]} in its "
                 f"align_task_base and {shapes[2]} in the reference; all three must be equal"
             )
-        if torch.equal(x, before) and all(torch.equal(own[n], base[n]) for n in own if n in base):
-            return reference.to(dtype)
-        work = working_dtype(x.dtype, before.dtype, reference.dtype)
-        result = reference.to(work) + (self.move(own, work) - self.move(base, work))
-        return result.to(dtype)

@@ -71,7 +71,12 @@ class Rewriter:
         dtype: str | None,
     ) -> MoveTensor | None:
         """Return the task that moves one input, or None where it is taken as it is."""
-        use = self.output.uses[model]
+        use = self.output.uses.get(model)
+        if use is None:
+            raise RotationError(
+                f"{model}: the output takes tensors outside of the layers from it, but none of its "
+                "layers, so it cannot be aligned; correct its layer_range or remove the slice"
+            )
         transformation = self.solution.transformations.get(use.solved_for)
         if transformation is None and use.task_base is None:  # the reference, or left unaligned
             return None

@@ -10,7 +10,9 @@ import logging
 import os
 import threading
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -159,6 +161,27 @@ class Unsolved:
     reason: str
 
 
+@dataclass(frozen=True)
+class Foreseen:
+    """A block that a merge would align as a part of its whole model.
+
+    Attributes
+    ----------
+    model, reference : str
+    layer : str
+        Label of the layer in the output.
+    layers : (int, int)
+        The layer of the reference, and that of the other model.
+    spec : BlockSpec
+    """
+
+    model: str
+    reference: str
+    layer: str
+    layers: tuple[int, int]
+    spec: Any
+
+
 @dataclass
 class Run:
     """State of one ``rotation_*`` merge.
@@ -180,6 +203,11 @@ class Run:
     ends: bool = True
     unsolved: list[Unsolved] = field(default_factory=list)
     writer: Any = None
+    #: whether nothing is to be solved or written, and no weights are read; see `rehearsed`
+    dry: bool = False
+    foreseen: list[Foreseen] = field(default_factory=list)
+    #: where whole models are aligned: the solver that would be used for each
+    solvers: dict[str, Any] = field(default_factory=dict)
     _begun: bool = False
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -236,9 +264,13 @@ class Run:
             If the output folder is one of the inputs, or cannot be written to.
         """
         refuse_inputs(out_path, inputs)
-        os.makedirs(out_path, exist_ok=True)
-        if not os.access(out_path, os.W_OK | os.X_OK):
-            raise RotationError(f"{out_path} cannot be written to; choose another output folder")
+        with folders(out_path, keep=not self.dry):
+            if not os.access(out_path, os.W_OK | os.X_OK):
+                raise RotationError(
+                    f"{out_path} cannot be written to; choose another output folder"
+                )
+        if self.dry:
+            return
         self.out_path = out_path
         self._begun = True
         self.remove_model()
@@ -267,9 +299,8 @@ class Run:
     def remove_model(self) -> None:
         """Remove configuration, weights and indices from the output folder, in this order."""
         assert self.out_path is not None
-        for pattern in ("config.json", *_WEIGHTS):
-            for path in glob.glob(os.path.join(glob.escape(self.out_path), pattern)):
-                os.remove(path)
+        for path in old_model(self.out_path):
+            os.remove(path)
 
     def summary(self) -> list[str]:
         """Return the lines shown at the end of a merge."""
@@ -354,13 +385,47 @@ def moves_of(records: Sequence[Record]) -> str:
     return ", ".join(words)
 
 
+def old_model(folder: str) -> list[str]:
+    """Return the files in an output folder that are removed before a merge writes to it."""
+    patterns = ("config.json", *_WEIGHTS)
+    return [path for p in patterns for path in glob.glob(os.path.join(glob.escape(folder), p))]
+
+
+@contextmanager
+def folders(path: str, keep: bool) -> Iterator[None]:
+    """Make a folder, with all above it; where it is not kept, remove those that were not there."""
+    missing = []
+    above = os.path.abspath(path)
+    while not os.path.lexists(above):
+        missing.append(above)
+        above = os.path.dirname(above)
+    try:
+        os.makedirs(path, exist_ok=True)
+        yield
+    finally:
+        for folder in () if keep else missing:
+            if os.path.isdir(folder):
+                os.rmdir(folder)
+
+
 _current = Run()
+_dry = ContextVar("_dry", default=False)
+
+
+@contextmanager
+def rehearsed() -> Iterator[None]:
+    """Let runs that start in here be dry: all is checked, nothing solved, read or written."""
+    token = _dry.set(True)
+    try:
+        yield
+    finally:
+        _dry.reset(token)
 
 
 def start(config: Any = None, ends: bool = True) -> Run:
     """Begin a new run."""
     global _current
-    _current = Run(config, ends=ends)
+    _current = Run(config, ends=ends, dry=_dry.get())
     return _current
 
 

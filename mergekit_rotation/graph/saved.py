@@ -1,5 +1,6 @@
 """Transformations in files: one safetensors file for all models of a merge."""
 
+import errno
 import json
 import os
 from collections.abc import Mapping
@@ -13,6 +14,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from mergekit_rotation.architecture import LAYER
+from mergekit_rotation.graph import run
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.moving import Fingerprints, fingerprint
 from mergekit_rotation.graph.reading import ModelTensors
@@ -108,6 +110,25 @@ def write(
         raise RotationError(f"align_save: cannot write {path} ({problem})") from problem
 
 
+def check_writable(path: str) -> None:
+    """Refuse a path to which `write` could not write; nothing is left there.
+
+    Raises
+    ------
+    RotationError
+    """
+    folder = os.path.dirname(os.path.abspath(path))
+    try:
+        with run.folders(folder, keep=False):
+            if os.path.isdir(path):
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            with open(path + ".part", "wb"):
+                pass
+            os.remove(path + ".part")
+    except OSError as problem:
+        raise RotationError(f"align_save: cannot write {path} ({problem})") from problem
+
+
 def read(path: str) -> list[Entry]:
     """Read the transformations of a file.
 
@@ -180,6 +201,8 @@ def check_fingerprint(
     RotationError
     """
     x = tensors.read(template, index)
+    if x is not None and x.is_meta:
+        return
     if x is None or fingerprint(x) != digest:
         named = template.replace(LAYER, str(index))
         raise RotationError(

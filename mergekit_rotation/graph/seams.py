@@ -173,7 +173,7 @@ def read_config() -> None:
             try:
                 return validate.__func__(cls, checked, *args, **kwargs)
             except (RuntimeError, TypeError, ValueError) as problem:
-                text = f"{_validation(problem)}; correct the configuration"
+                text = f"{validation(problem)}; correct the configuration"
                 raise RotationError(text) from problem
 
         model_validate._mergekit_rotation = True  # type: ignore[attr-defined]
@@ -212,7 +212,7 @@ def _checked_mapping(obj: Mapping[str, Any]) -> Mapping[str, Any]:
     return obj
 
 
-def _validation(problem: Exception) -> str:
+def validation(problem: Exception) -> str:
     """Say in one line where a configuration is not what mergekit expects."""
     from pydantic import ValidationError
 

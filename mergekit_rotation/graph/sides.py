@@ -161,7 +161,7 @@ class Sides:
         x = model.read(name, index)
         if x is not None:
             digests = self.fingerprints[0 if model is self.other else 1]
-            if (name, index) not in digests:
+            if (name, index) not in digests and not x.is_meta:
                 digests[name, index] = fingerprint(x)
             pattern = self.layout.patterns.get(name)
             if LAYER in name and pattern is not None and set(pattern.axes) <= set(self.sizes):

@@ -22,6 +22,8 @@ from mergekit_rotation.graph.sides import OUTER, LayerPair, Sides
 from mergekit_rotation.symmetry import (
     ModelTransformation,
     Norm,
+    OrthogonalMap,
+    SignedPermutation,
     StreamMap,
     SymmetryError,
     Transformation,
@@ -111,6 +113,32 @@ class ModelSolver:
             best.norms = {key: norm for key, norm in best.norms.items() if key[1:] == OUTER}
         self._report(candidates, best)
         return ModelTransformation(best.stream, best.norms, best.blocks)
+
+    def outline(self, with_layers: bool = True) -> ModelTransformation:
+        """Return a transformation of the kind that `solve` may find, solving nothing.
+
+        All tensors are asked for as `solve` does, so that their shapes are checked; they have to
+        lie on the meta device.
+        """
+        if self.residual != "none":
+            for template in self.sides.outer_templates():
+                for _ in self.sides.chunks(template):
+                    pass
+        for pair in self.pairs:
+            for names, _ in self.sides.groups(pair):
+                self.sides.tensors(pair, names)
+        blocks = {
+            (spec.kind, *pair.indices): spec.outline()
+            for pair in self.pairs
+            for spec in pair.blocks
+        }
+        stream: StreamMap | None = None
+        size = self.sizes.get("e", 0)
+        if self.residual == "orthogonal":
+            stream = OrthogonalMap(torch.empty(size, size, dtype=torch.float64, device="meta"))
+        elif self.residual == "permutation":
+            stream = SignedPermutation(torch.arange(size), torch.ones(size))
+        return ModelTransformation(stream, {}, blocks if with_layers else {})
 
     # -- maps of the stream -------------------------------------------------------------------
 

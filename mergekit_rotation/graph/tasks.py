@@ -54,7 +54,7 @@ class CheckedLoad(LoadTensor):
                 f"{self.model}: {self.tensor} has dtype {str(x.dtype).removeprefix('torch.')}, "
                 "which cannot be aligned or merged; use the unquantised model"
             )
-        if x.is_floating_point() and not all_finite(x):
+        if x.is_floating_point() and not x.is_meta and not all_finite(x):
             raise RotationError(
                 f"{self.model}: {self.tensor} holds NaN or Inf; the model is damaged, "
                 "fetch or train it again"
@@ -126,6 +126,15 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
         )
         run.current().record(record)
         return moved
+
+    def outline(self, **kwargs: torch.Tensor | None) -> dict[str, torch.Tensor]:
+        """Return what `execute` does, of tensors on the meta device; shapes are checked."""
+        self._side("reference", kwargs)
+        dtypes = {leg.name: dtype_from_name(leg.dtype) for leg in self.legs}
+        return {
+            name: torch.empty_like(tensor, dtype=dtypes[name])
+            for name, tensor in self._side("other", kwargs).items()
+        }
 
     def _side(
         self, side: str, values: Mapping[str, torch.Tensor | None]

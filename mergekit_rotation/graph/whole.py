@@ -110,15 +110,32 @@ class WholeModels:
                 self._refuse_or_skip(model, problem)
                 LayerPlan.leave(model, self._reference(), "all layers", str(problem))
                 continue
+            if run.current().dry:
+                result[model] = self._outlined(model, solver)
+                continue
             result[model] = solver.solve(self._meet(model))
             fingerprints[model] = solver.sides.fingerprints
         LoaderCache().flush_all()  # files are mapped, and every page of them was touched
-        if self.settings.save is not None:
+        if self.settings.save is not None and run.current().dry:
+            saved.check_writable(self.settings.save)
+        elif self.settings.save is not None:
             reference = self.output.tensors(self._reference())
             saved.write(
                 self.settings.save, reference, result, fingerprints, self.output.read_models
             )
         return Solution(result, templates, {})
+
+    def _outlined(self, model: ModelReference, solver: ModelSolver) -> ModelTransformation:
+        """Check what would be solved, and take note of it for `run.Run.foreseen`."""
+        this, reference = run.current(), str(self._reference())
+        this.solvers[str(model)] = solver
+        this.foreseen += [
+            run.Foreseen(str(model), reference, pair.label, pair.indices, spec)
+            for pair in solver.pairs
+            for spec in pair.blocks
+            if spec.used()
+        ]
+        return solver.outline(self._meet(model))
 
     def _loaded(
         self, path: str, models: Sequence[ModelReference], templates: frozenset[str]

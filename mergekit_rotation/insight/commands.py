@@ -135,7 +135,7 @@ def _errors_exit_with_2(function: Callable[..., None]) -> Callable[..., None]:
     return command
 
 
-def _write(path: Path | None, data: Any) -> None:
+def write_json(path: Path | None, data: Any) -> None:
     """Write JSON for machines, if a file for it is named."""
     if path is not None:
         path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
@@ -281,7 +281,7 @@ def align(
         verified=verified,
         text=text,
     )
-    _write(json_file, answer.data())
+    write_json(json_file, answer.data())
     show_aligned(answer)
     if not answer.kept:
         raise _No(
@@ -338,7 +338,7 @@ def compare(
     from mergekit_rotation.insight.tables import show_comparison
 
     comparison = Comparison.of(models, options, scale)
-    _write(json_file, comparison.data())
+    write_json(json_file, comparison.data())
     if plot_file is not None:
         from mergekit_rotation.insight.plots import plot_comparison
 
@@ -383,7 +383,7 @@ def verify(
     from mergekit_rotation.insight.verify import verify as verified
 
     answer = verified(first, second, options, getattr(torch, dtype), text)
-    _write(json_file, answer.data())
+    write_json(json_file, answer.data())
     show_verified(answer)
     if not answer.same:
         raise click.exceptions.Exit(1)
@@ -451,7 +451,7 @@ def barrier(
             tqdm.write(words, file=sys.stderr)
 
     found = measure(config, text, options, points, tokens, say)
-    _write(json_file, found.data())
+    write_json(json_file, found.data())
     if plot_file is not None:
         from mergekit_rotation.insight.plots import plot_barrier
 

@@ -5,6 +5,7 @@ on models of `LAYERS` layers, and every layer number shrinks in the same proport
 accepts all of them without the prefix.
 """
 
+import json
 import re
 import shutil
 from pathlib import Path
@@ -15,7 +16,7 @@ from click.testing import CliRunner
 from mergekit.scripts import multimerge, run_yaml
 
 import tiny
-from merging import QUIET, Twins, save_adapter, save_tokenizer, weights
+from merging import QUIET, Twins, planned, save_adapter, save_tokenizer, weights
 
 RECIPES = Path(__file__).parents[2] / "recipes"
 LAYERS = 4
@@ -122,6 +123,15 @@ def run(name, models, out, prefix=True, dtype=None, more=""):
     return out
 
 
+def plan_of(name, models, folder):
+    """Return what `plan` says of a recipe whose adapters are not merged yet."""
+    text = scaled(TEXTS[name]).replace("./models", str(models))
+    options = ("--json", str(folder / "plan.json"), "--lora-merge-cache", str(folder / "none"))
+    result = planned(text, folder / "planned", *options)
+    assert result.exit_code == 0, result.output
+    return json.loads((folder / "plan.json").read_text())
+
+
 def outputs(kind, folder):
     loaded = type(kind.model).from_pretrained(folder, attn_implementation="eager").eval()
     return tiny.outputs(loaded, kind.inputs)
@@ -134,7 +144,7 @@ def other_files(folder):
 
 
 @pytest.mark.parametrize("name", COUNTED)
-def test_recipe(name, zoo, tmp_path):
+def test_recipe(name, zoo, tmp_path, at_a_pace):
     """Copies merge bitwise as without the prefix; twins merge to the function of the copies."""
     plain = run(name, zoo.copies, tmp_path / "plain", prefix=False)
     ours = run(name, zoo.copies, tmp_path / "ours")
@@ -142,6 +152,9 @@ def test_recipe(name, zoo, tmp_path):
     assert {name: other_files(ours).get(name) for name in files} == files
     assert {"config.json", "tokenizer.json"} <= set(files)
     expected, found = weights(plain), weights(ours)
+    if not name.startswith("multi-"):
+        foreseen = plan_of(name, zoo.copies, tmp_path)
+        assert foreseen["disk"]["output"] == sum(x.nbytes for x in found.values())
     assert list(found) == list(expected)
     for tensor, x in expected.items():
         assert found[tensor].dtype == x.dtype and torch.equal(found[tensor], x), tensor

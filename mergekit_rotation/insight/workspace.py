@@ -1,0 +1,183 @@
+"""What solving and merging take besides the tensors that go in and come out."""
+
+import weakref
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from math import prod
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from mergekit_rotation.graph.block import BlockSpec
+from mergekit_rotation.symmetry import Orthogonal, Pattern, working_dtype
+
+_DOUBLE = 8
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What one step takes.
+
+    Attributes
+    ----------
+    memory : int
+        Bytes, besides inputs and results.
+    most : int
+        The same where no neuron resembles any other, and a full assignment is solved.
+    products : float
+        Multiplications and additions of matrix products.
+    passes : float
+        Bytes that elementwise steps read.
+    factors : float
+        Sum of n^3 over the matrices that are factorised.
+    assignment : int
+        Number of neurons to assign, if that takes more than a look at every row.
+    """
+
+    memory: int = 0
+    most: int = 0
+    products: float = 0.0
+    passes: float = 0.0
+    factors: float = 0.0
+    assignment: int = 0
+
+
+def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0) -> Cost:
+    """Return what it takes to solve for a block and to move it.
+
+    Follows `solve_attention`, `solve_neurons` and `AlignBlock`, term by term.
+
+    Parameters
+    ----------
+    spec : BlockSpec
+    dtypes : sequence of torch.dtype
+        Of the stored tensors, of both models.
+    returned : int
+        Bytes of the moved tensors, which are made once all is solved, and are not counted.
+    """
+    sizes = dict(spec.sizes)
+    work = working_dtype(*dtypes)
+    width = work.itemsize
+    raised = any(dtype != work for dtype in dtypes)
+    patterns = {name: Pattern.parse(text) for name, text in spec.patterns}
+    legs = {name: prod(pattern.shape(sizes)) for name, pattern in patterns.items()}
+    largest = max(legs.values())
+    entries = sum(legs.values())
+    rotated = spec.query_key is not None
+    # `_move`: the image, the reference, and two temporaries of their difference, in `work`.
+    moving = largest * width * (3 + (2 if raised else 0) + (1 if rotated else 0))
+    passes = float(entries * width * 12)
+    if spec.expert_groups:
+        neurons = sizes["f"]
+        one = entries // sizes["x"]
+        memory = neurons**2 * width + 2 * one * width
+        most = memory + 2 * neurons**2 * _DOUBLE
+        return Cost(
+            max(memory - returned, moving),
+            max(most - returned, moving),
+            products=2.0 * neurons * entries,
+            passes=passes,
+        )
+    if spec.query_key is None:
+        neurons = sizes["f"]
+        scores = neurons**2 * width
+        signs = 3 * largest * width  # rows in their new order, and their products
+        memory = max(scores + (2 * largest * width if raised else 0), signs)
+        most = max(memory, scores + 2 * neurons**2 * _DOUBLE)  # scipy's copy, and its negative
+        return Cost(
+            max(memory - returned, moving),
+            max(most - returned, moving),
+            products=2.0 * neurons * entries,
+            passes=passes,
+            assignment=neurons,
+        )
+    grams = bounds = rows = 0
+    products = factors = 0.0
+    for axis, group in (("qk", spec.query_key), ("vo", spec.value_output)):
+        for pattern in patterns.values():
+            for axes in (names for names in pattern.pieces if axis in names):
+                heads = sizes["kv"] * (sizes.get("g", 1) if "g" in axes else 1)
+                d = sizes[axis]
+                size = prod(sizes[name.removeprefix("~")] for name in axes)
+                rows = max(rows, size * width * (4 if raised else 2))
+                pairs = heads**2 if spec.use_heads and heads > 1 else heads
+                grams += pairs * d * d * width
+                copies = 2 if isinstance(group, Orthogonal) else 1
+                bounds = max(bounds, copies * pairs * d * d * _DOUBLE)
+                products += 2.0 * pairs * d * d * (size / (heads * d))
+                if isinstance(group, Orthogonal):
+                    factors += 4.0 * heads * d**3
+    memory = grams + max(rows, bounds)
+    memory = max(memory - returned, moving)
+    return Cost(memory, memory, products=products, passes=passes, factors=factors)
+
+
+def solver_cost(solver: Any) -> Cost:
+    """Return what a `ModelSolver` takes: for memory at its dearest step, else in all.
+
+    Per group of tensors both models are held in the working precision; with a map of the stream
+    also the reference and the other with norms folded, the other inside the stream, and its image.
+    """
+    with_stream = solver.residual != "none"
+    candidates = 2 if with_stream else 1
+    memory = most = 0
+    products = passes = factors = 0.0
+    assignment = 0
+    size = solver.sizes.get("e", 0)
+    for pair in solver.pairs:
+        for names, spec in solver.sides.groups(pair):
+            sides = solver.sides.tensors(pair, names)
+            numbers = [x.nbytes for side in sides for x in side.values()]
+            group, largest = sum(numbers) // 2, max(numbers, default=0)
+            held = group * (6 if with_stream else 3) + 3 * largest
+            cost = Cost()
+            if spec is not None and spec.used():
+                cost = block_cost(spec, [x.dtype for side in sides for x in side.values()])
+            memory = max(memory, held + cost.memory)
+            most = max(most, held + cost.most)
+            products += candidates * cost.products + (4.0 * group / 4 * size if with_stream else 0)
+            passes += candidates * (cost.passes or 6.0 * group)
+            factors += candidates * cost.factors
+            assignment = max(assignment, cost.assignment)
+    if with_stream:
+        memory, most = (max(x, 8 * size**2 * _DOUBLE) for x in (memory, most))
+        factors += 20.0 * size**3 if solver.residual == "orthogonal" else 0.0
+    return Cost(memory, most, products, passes, factors, assignment)
+
+
+class Allocations(TorchDispatchMode):
+    """Counts the bytes of all tensors that are made, and the most that were there at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._known: set[int] = set()
+
+    def __torch_dispatch__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        known = {_storage(x) for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)}
+        result = function(*args, **(kwargs or {}))
+        for x in tree_leaves(result):
+            if isinstance(x, torch.Tensor) and _storage(x) not in known | self._known:
+                self._add(x)
+        self.peak = max(self.peak, self.now)
+        return result
+
+    def _add(self, x: torch.Tensor) -> None:
+        storage = x.untyped_storage()
+        key, size = _storage(x), storage.nbytes()
+        self._known.add(key)
+        self.now += size
+
+        def freed() -> None:
+            self.now -= size
+            self._known.discard(key)
+
+        weakref.finalize(storage, freed)
+
+
+def _storage(x: torch.Tensor) -> int:
+    return int(x.untyped_storage()._cdata)
