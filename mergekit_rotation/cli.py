@@ -9,14 +9,8 @@ import click
 from click.shell_completion import CompletionItem
 
 from mergekit_rotation import startup
-from mergekit_rotation.insight.commands import (
-    MISSING,
-    align,
-    barrier,
-    compare,
-    mergekit_with_methods,
-    verify,
-)
+from mergekit_rotation.insight.commands import align, barrier, compare, verify
+from mergekit_rotation.insight.options import MISSING, mergekit_with_methods
 
 
 class _Late(click.Command):

@@ -21,7 +21,6 @@ def _size(context: click.Context, parameter: click.Parameter, value: str) -> int
 
 #: field of mergekit's MergeOptions -> how it is given
 WRITING: dict[str, dict[str, Any]] = {
-    "cuda": {"is_flag": True, "help": "The same as --device cuda."},
     "low_cpu_memory": {"is_flag": True, "help": "Keep intermediate tensors on the GPU."},
     "read_to_gpu": {"is_flag": True, "help": "Read weights directly to the GPU."},
     "multi_gpu": {"is_flag": True, "help": "Use all GPUs."},
