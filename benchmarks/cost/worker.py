@@ -40,7 +40,7 @@ class Stages:
 
 def watched() -> Stages:
     from mergekit.io.tasks import FinalizeModel, LoadTensor, SaveTensor
-    from mergekit.merge_methods.base import ExecuteMergeMethodTask
+    from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
     from mergekit.plan import MergePlanner
 
     from mergekit_rotation.graph import block, tasks
