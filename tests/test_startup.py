@@ -25,7 +25,7 @@ from environments import (
     together,
 )
 from mergekit_rotation import startup
-from mergekit_rotation.graph import seams
+from mergekit_rotation.graph import patching, seams
 from scramble import scramble
 from tiny import build, save
 
@@ -347,7 +347,7 @@ def test_another_mergekit_gets_one_message(
     assert message.startswith("mergekit-rotation is not available: mergekit 9.9 ")
     assert place in message
     assert "partially initialized" not in message
-    assert f"install mergekit=={seams.TESTED}" in message
+    assert f"install mergekit=={patching.TESTED}" in message
 
 
 def test_another_mergekit_in_every_place_gets_one_message(
@@ -396,7 +396,7 @@ def test_a_mergekit_without_metadata_gets_the_same_message(
     (folder / "click").symlink_to(click)
     result = lonely.python("-c", "import mergekit.plan", PYTHONPATH=str(folder))
     (message,) = must(result).stderr.splitlines()
-    assert place in message and seams.TESTED in message
+    assert place in message and patching.TESTED in message
 
 
 def test_a_mergekit_that_fails_by_itself_keeps_its_error(

@@ -14,7 +14,7 @@ from typing import Any
 import click
 
 from mergekit_rotation import startup
-from mergekit_rotation.graph.seams import TESTED
+from mergekit_rotation.graph.patching import TESTED
 from mergekit_rotation.insight.writing import WRITING
 
 MISSING = f"mergekit is not installed; pip install mergekit=={TESTED}."

@@ -39,6 +39,7 @@ from mergekit.io.tasks import FinalizeModel, LoaderCache, LoadTensor, ReturnTens
 from mergekit.io.tensor_writer import TensorWriter
 from mergekit.merge_methods import registry
 from mergekit.merge_methods.base import ParameterScope, ParameterSpec, TensorGroup
+from mergekit.merge_methods.buffers import copy_non_floating_buffer
 from mergekit.merge_methods.passthrough import passthrough_merge_method
 from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 from mergekit.options import MergeOptions
@@ -52,7 +53,7 @@ from pydantic import BaseModel, StrictBool, ValidationError
 from transformers import LlamaConfig
 
 import tiny
-from mergekit_rotation.graph import run, seams, spelling
+from mergekit_rotation.graph import patching, run, seams, spelling
 from mergekit_rotation.graph.tasks import (
     CheckedLoad,
     GatherAligned,
@@ -74,7 +75,7 @@ def llamas(tmp_path_factory) -> Twins:
 
 
 def test_the_installed_mergekit_is_the_tested_one():
-    assert seams.version("mergekit") == seams.TESTED
+    assert patching.version("mergekit") == patching.TESTED
 
 
 def test_registry_refuses_duplicates_so_registering_is_guarded():
@@ -283,14 +284,16 @@ def test_another_signature_is_told_and_nothing_is_patched(monkeypatch):
         """Stand for a later mergekit."""
 
     monkeypatch.setattr(MergePlanner, "plan_layer", plan_layer)
-    with pytest.raises(seams.SeamError, match=r"differs from 0\.1\.5 at MergePlanner\.plan_layer"):
+    with pytest.raises(
+        patching.SeamError, match=r"differs from 0\.1\.5 at MergePlanner\.plan_layer"
+    ):
         seams.plan_alignment()
     assert MergePlanner.plan_layer is plan_layer
 
 
 def test_a_missing_function_is_told(monkeypatch):
     monkeypatch.delattr(mergekit.merge, "run_merge")
-    with pytest.raises(seams.SeamError, match="install mergekit=="):
+    with pytest.raises(patching.SeamError, match="install mergekit=="):
         seams.guard_merge()
 
 
@@ -737,8 +740,8 @@ def test_the_command_is_one_of_click_so_that_errors_are_one_sentence():
 
 
 def test_another_version_is_told_of_once(llamas, tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(seams, "version", lambda name: "0.1.6")
-    seams._warn_of_version.cache_clear()
+    monkeypatch.setattr(patching, "version", lambda name: "0.1.6")
+    patching.warn_of_version.cache_clear()
     raw = config("rotation_linear", [llamas.reference, *llamas.others])
     for name in "ab":
         merged(raw, tmp_path / name)
@@ -747,7 +750,7 @@ def test_another_version_is_told_of_once(llamas, tmp_path, monkeypatch, caplog):
         "mergekit 0.1.6 is not the tested 0.1.5; check the merged model, or install "
         "mergekit==0.1.5 or a newer mergekit-rotation"
     ]
-    seams._warn_of_version.cache_clear()
+    patching.warn_of_version.cache_clear()
 
 
 def test_a_fault_under_another_version_is_told_in_one_sentence(llamas, tmp_path, monkeypatch):
@@ -757,7 +760,7 @@ def test_a_fault_under_another_version_is_told_in_one_sentence(llamas, tmp_path,
     raw = config("rotation_linear", [llamas.reference, *llamas.others])
     monkeypatch.setattr("mergekit_rotation.graph.layer.LayerPlan._pair", differs)
     assert isinstance(merge(raw, tmp_path / "out").exception, AttributeError)
-    monkeypatch.setattr(seams, "version", lambda name: "0.1.6")
+    monkeypatch.setattr(patching, "version", lambda name: "0.1.6")
     result = merge(raw, tmp_path / "out")
     assert result.exit_code == 1
     assert "mergekit 0.1.6 differs from 0.1.5 at a rotation_* merge (AttributeError: " in (
@@ -768,8 +771,28 @@ def test_a_fault_under_another_version_is_told_in_one_sentence(llamas, tmp_path,
 @pytest.mark.parametrize("name", ["plan_tensor", "_model_arch", "_out_module_arch"])
 def test_what_is_only_called_is_looked_at_too(name, monkeypatch):
     monkeypatch.delattr(MergePlanner, name)
-    with pytest.raises(seams.SeamError, match=rf"0\.1\.5 at MergePlanner\.{name}"):
+    with pytest.raises(patching.SeamError, match=rf"0\.1\.5 at MergePlanner\.{name}"):
         seams.plan_alignment()
+
+
+def test_buffers_of_integers_are_copied_or_refused():
+    """The line between two models has to treat them as a merge does."""
+    x = torch.arange(3)
+    assert copy_non_floating_buffer([x.float(), x.float() + 1], "x") is None
+    assert torch.equal(copy_non_floating_buffer([x, x.clone()], "x"), x)
+    with pytest.raises(ValueError, match="x"):
+        copy_non_floating_buffer([x, x + 1], "x")
+
+
+def test_what_a_merge_does_at_its_end_can_be_done_before():
+    """For ``plan`` and ``barrier``: vocabulary of the output and the chat template."""
+    vocabulary = inspect.signature(mergekit.merge._update_config_vocab).parameters
+    assert list(vocabulary) == ["config", "arch_info", "tokenizer", "pad_to_multiple_of"]
+    template = inspect.signature(mergekit.merge._set_chat_template).parameters
+    assert list(template)[:2] == ["tokenizer", "merge_config"]
+    raw = {"merge_method": "linear", "models": [{"model": "a"}], "chat_template": "chatlm"}
+    with pytest.raises(RuntimeError, match="chatlm"):
+        mergekit.merge._set_chat_template(None, MergeConfiguration.model_validate(raw))
 
 
 def test_every_module_of_mergekit_that_is_imported_is_looked_at_here():
