@@ -165,7 +165,9 @@ VARIANTS: dict[str, tuple[str, dict[str, str]]] = {
 }
 
 
-def run(variant: str, models: list[Path], out: Path, *options: str) -> tuple[float, float]:
+def run(
+    variant: str, models: list[Path], out: Path, *options: str, **environment: str
+) -> tuple[float, float]:
     """Merge in a process of its own; wall seconds and peak memory in MiB."""
     shutil.rmtree(out, ignore_errors=True)
     method, parameters = VARIANTS[variant]
@@ -179,7 +181,7 @@ def run(variant: str, models: list[Path], out: Path, *options: str) -> tuple[flo
     start = time.perf_counter()
     process = subprocess.Popen(
         [*command, "--no-write-model-card", "--quiet", *options],
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **environment},
         stderr=subprocess.DEVNULL,
     )
     _, status, usage = os.wait4(process.pid, 0)

@@ -6,40 +6,58 @@ from importlib import metadata
 from pathlib import Path
 
 import click
+from click.shell_completion import CompletionItem
 
 from mergekit_rotation import startup
-from mergekit_rotation.insight.commands import MISSING, compare, mergekit_with_methods, verify
+from mergekit_rotation.insight.commands import align, barrier, compare, verify
+from mergekit_rotation.insight.options import MISSING, mergekit_with_methods
 
-#: commands with the options of mergekit's, and what the list of commands says of them
-_LATE = {
-    "plan": (
-        "mergekit_rotation.insight.plan_command",
-        "Tell what a merge would do, and what it takes.",
-    ),
-    "yaml": ("mergekit.scripts.run_yaml", "mergekit-yaml, where start-up hooks do not run."),
-}
+
+class _Late(click.Command):
+    """Stands for a command with options of mergekit's, which takes seconds to import.
+
+    Parameters
+    ----------
+    name, module : str
+        The command is ``main`` of the module.
+    text : str
+        What the list of commands says of it.
+    """
+
+    def __init__(self, name: str, module: str, text: str):
+        files = [click.Argument([argument], type=click.Path()) for argument in ("config", "out")]
+        super().__init__(name, params=[*files], short_help=text)
+        self.module = module
+
+    def load(self) -> click.Command:
+        """Import the command, with mergekit and our methods in it."""
+        with mergekit_with_methods():
+            importlib.import_module("mergekit.merge")  # before modules of ours that need it
+            command: click.Command = importlib.import_module(self.module).main
+        return command
+
+    def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
+        """Complete options by the command itself, and all else by names of files."""
+        if incomplete.startswith("-"):
+            return self.load().shell_complete(ctx, incomplete)
+        return super().shell_complete(ctx, incomplete)
 
 
 class _Commands(click.Group):
-    """Adds the commands that need mergekit from the start, imported when they are asked for."""
-
-    def list_commands(self, ctx: click.Context) -> list[str]:
-        return sorted([*super().list_commands(ctx), *_LATE])
+    """Imports the commands that stand for others when these are run."""
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        if cmd_name not in _LATE:
-            return super().get_command(ctx, cmd_name)
-        with mergekit_with_methods():
-            importlib.import_module("mergekit.merge")  # before modules of ours that need it
-            command: click.Command = importlib.import_module(_LATE[cmd_name][0]).main
+        command = super().get_command(ctx, cmd_name)
+        # Resilient parsing is that of the shell's completion, which is not to wait.
+        if isinstance(command, _Late) and not ctx.resilient_parsing:
+            return command.load()
         return command
 
     def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """List the commands without importing mergekit, which takes seconds."""
-        rows = {name: command.get_short_help_str(55) for name, command in self.commands.items()}
-        rows |= {name: text for name, (_, text) in _LATE.items()}
+        """List the commands without importing mergekit."""
+        rows = [(name, command.get_short_help_str(56)) for name, command in self.commands.items()]
         with formatter.section("Commands"):
-            formatter.write_dl(sorted(rows.items()))
+            formatter.write_dl(sorted(rows))
 
 
 @click.group(cls=_Commands)
@@ -52,11 +70,26 @@ def main() -> None:
     """
 
 
-main.add_command(compare)
-main.add_command(verify)
+for _command in (
+    align,
+    barrier,
+    compare,
+    verify,
+    _Late(
+        "plan",
+        "mergekit_rotation.insight.plan_command",
+        "Tell what a merge would do, and what it takes.",
+    ),
+    _Late(
+        "yaml",
+        "mergekit.scripts.run_yaml",
+        "mergekit-yaml, where start-up hooks do not run.",
+    ),
+):
+    main.add_command(_command)
 
 
-@main.command()
+@main.command(short_help="Say what is installed, and what to do if it fails.")
 def doctor() -> None:
     """Say what is installed, whether mergekit finds the methods, and what to do if not.
 

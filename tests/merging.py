@@ -30,6 +30,7 @@ import scramble
 import tiny
 from mergekit_rotation import proof
 from mergekit_rotation.architecture import find_family
+from scramble_stream import scramble_stream
 
 QUIET = ("--no-copy-tokenizer", "--no-write-model-card", "--quiet")
 StateDict = dict[str, torch.Tensor]
@@ -109,6 +110,17 @@ class Twins:
         assert family is not None
         twin.load_state_dict(proof.scrambled(twin, family, seed))
         tiny.save(twin, target)
+        return target
+
+    def turned(self, target: Path) -> Path:
+        """Write the model with its residual stream rotated, and a head of its own."""
+        family = tiny.FAMILIES[self.case].family
+
+        def change(state: StateDict) -> StateDict:
+            return scramble_stream(state, self.model.config, family, "orthogonal", seed=5)
+
+        file = changed_copy(self.reference, target, change) / "config.json"
+        file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": False}))
         return target
 
     def distance(self, merged: Path) -> float:

@@ -5,6 +5,7 @@ import json
 from pathlib import Path
 
 import pytest
+from click.testing import CliRunner
 from safetensors.torch import load_file, save_file
 
 from environments import (
@@ -18,6 +19,7 @@ from environments import (
     other_mergekit,
     together,
 )
+from mergekit_rotation.cli import main
 from scramble import scramble
 from tiny import build, save
 
@@ -190,6 +192,8 @@ def test_help_and_version_need_no_mergekit(lonely: Environment) -> None:
     result = must(command(lonely, "--help"))
     listed = [line.split() for line in result.stdout.split("Commands:")[1].splitlines()]
     assert {words[0] for words in listed if words} == {
+        "align",
+        "barrier",
         "check-architecture",
         "compare",
         "doctor",
@@ -202,6 +206,54 @@ def test_help_and_version_need_no_mergekit(lonely: Environment) -> None:
     assert must(lonely.python("-m", "mergekit_rotation", "--help", cwd=lonely.folder)).stdout == (
         result.stdout
     )
+
+
+@pytest.mark.parametrize(
+    ("words", "answers"),
+    [
+        ("", {"check-architecture", "compare", "doctor", "verify", "yaml"}),
+        ("ya", {"yaml"}),
+        ("compare a --pl", {"--plot"}),
+        ("compare rec", {"rec"}),
+        ("verify a b --dtype ", {"float32", "float64"}),
+        ("yaml con", {"con"}),
+    ],
+)
+def test_shells_complete_without_mergekit_and_torch(
+    words: str, answers: set[str], installed: Environment
+) -> None:
+    code = (
+        "import atexit, sys\n"
+        "heavy = {'mergekit', 'torch', 'transformers'}\n"
+        "atexit.register(lambda: print(sorted(heavy & set(sys.modules)), file=sys.stderr))\n"
+        "from mergekit_rotation.cli import main\n"
+        "main(prog_name='mergekit-rotation')\n"
+    )
+    result = installed.python(
+        "-c",
+        code,
+        cwd=installed.folder,
+        _MERGEKIT_ROTATION_COMPLETE="bash_complete",
+        COMP_WORDS=f"mergekit-rotation {words}",
+        COMP_CWORD=str(words.count(" ") + 1),
+    )
+    given = {line.split(",")[1] for line in must(result).stdout.splitlines()}
+    assert given >= answers if words == "" else given == answers
+    assert result.stderr == "[]\n"
+
+
+def test_shells_complete_the_options_of_mergekit(installed: Environment) -> None:
+    variables = {"COMP_WORDS": "mergekit-rotation yaml --lora", "COMP_CWORD": "2"}
+    result = command(installed, _MERGEKIT_ROTATION_COMPLETE="bash_complete", **variables)
+    assert "plain,--lora-merge-cache" in result.stdout.splitlines()
+
+
+@pytest.mark.parametrize("name", ["", *main.commands])
+def test_help_fits_into_80_columns(name: str) -> None:
+    result = CliRunner().invoke(main, [*name.split(), "--help"], terminal_width=80)
+    assert result.exit_code == 0
+    assert max(map(len, result.output.splitlines())) <= 80
+    assert "\\b" not in result.output and "\b" not in result.output
 
 
 def test_a_wrong_command_is_refused(lonely: Environment) -> None:

@@ -32,6 +32,27 @@ def test_the_declaration_that_is_shown_holds():
     assert not report.absent and not report.idle
 
 
+def anchors(file):
+    """The anchors of a page's headings, as GitHub makes them."""
+    text = re.sub(r"```.*?```", "", file.read_text(encoding="utf-8"), flags=re.DOTALL)
+    titles = re.findall(r"^#+ (.+)$", text, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+def test_links_lead_somewhere():
+    pages = [ROOT / "README.md", *ROOT.glob("docs/*.md"), *ROOT.glob("benchmarks/**/*.md")]
+    found = []
+    for page in pages:
+        for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8")):
+            if not re.match(r"[a-z]+:", link):
+                path, _, anchor = link.partition("#")
+                file = page.parent / path if path else page
+                assert file.exists(), (page.name, link)
+                assert not anchor or anchor in anchors(file), (page.name, link)
+                found.append(link)
+    assert "#adding-an-architecture" in found and "docs/reading-the-numbers.md" in found
+
+
 @pytest.mark.parametrize("name", [*KNOWN, VARIABLE])
 def test_every_parameter_is_documented(name):
     assert f"`{name}`" in README or f"`{name}=" in README

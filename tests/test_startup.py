@@ -25,7 +25,7 @@ from environments import (
     together,
 )
 from mergekit_rotation import startup
-from mergekit_rotation.graph import seams
+from mergekit_rotation.graph import patching, seams
 from scramble import scramble
 from tiny import build, save
 
@@ -267,8 +267,14 @@ class MergePlanner:
     def plan_layer(self, sources, layer_offset, t, cfg_reader, module_name): pass
     def _plan(self): pass
     def plan_to_disk(self, out_path): pass
+    def plan_tensor(self, weight, weights_in, models, cfg_reader): pass
+    def _model_arch(self, model): pass
+    def _out_module_arch(self, module): pass
 """
-MERGE = "def run_merge(merge_config, out_path, options, config_source=None): pass\n"
+MERGE = """
+def run_merge(merge_config, out_path, options, config_source=None): pass
+def _model_out_config(config, arch_info, trust_remote_code=False): pass
+"""
 METHODS = """
 def registered_methods():
     from mergekit.merge_methods import registry
@@ -316,7 +322,11 @@ DIFFERENCES: dict[str, tuple[str, str | None, str]] = {
     "plan_layer = 3": ("plan.py", "class MergePlanner: plan_layer = 3", "plan_layer"),
     "no _plan": ("plan.py", PLAN.replace("_plan(", "_plan_all("), "_plan"),
     "plan_to_disk(path)": ("plan.py", PLAN.replace("out_path", "path"), "plan_to_disk"),
-    "no run_merge": ("merge.py", "", "run_merge"),
+    "no plan_tensor": ("plan.py", PLAN.replace("plan_tensor", "plan_one"), "plan_tensor"),
+    "no _model_arch": ("plan.py", PLAN.replace("_model_arch", "_arch"), "_model_arch"),
+    "no _out_module_arch": ("plan.py", PLAN.replace("_out_module", "_module"), "_out_module_arch"),
+    "no run_merge": ("merge.py", MERGE.replace("run_merge", "merge"), "run_merge"),
+    "no _model_out_config": ("merge.py", MERGE.replace("_out_", "_"), "_model_out_config"),
     "run_merge(config)": ("merge.py", MERGE.replace("merge_config", "config"), "run_merge"),
 }
 
@@ -337,7 +347,7 @@ def test_another_mergekit_gets_one_message(
     assert message.startswith("mergekit-rotation is not available: mergekit 9.9 ")
     assert place in message
     assert "partially initialized" not in message
-    assert f"install mergekit=={seams.TESTED}" in message
+    assert f"install mergekit=={patching.TESTED}" in message
 
 
 def test_another_mergekit_in_every_place_gets_one_message(
@@ -386,7 +396,7 @@ def test_a_mergekit_without_metadata_gets_the_same_message(
     (folder / "click").symlink_to(click)
     result = lonely.python("-c", "import mergekit.plan", PYTHONPATH=str(folder))
     (message,) = must(result).stderr.splitlines()
-    assert place in message and seams.TESTED in message
+    assert place in message and patching.TESTED in message
 
 
 def test_a_mergekit_that_fails_by_itself_keeps_its_error(

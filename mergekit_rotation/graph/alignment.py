@@ -16,7 +16,7 @@ from mergekit.graph import Task
 
 from mergekit_rotation.graph import parameters, run
 from mergekit_rotation.graph.report import SCHEMA, Part, Report, Sums
-from mergekit_rotation.graph.run import LEFT, Record, Run
+from mergekit_rotation.graph.run import Record, Run
 
 FILE = "alignment.json"
 _VERSIONS = ("mergekit", "mergekit-rotation", "torch")
@@ -102,7 +102,7 @@ def _report(this: Run, model: str, reference: str) -> Report:
             for entry in this.unsolved
             if (entry.model, entry.reference) == (model, reference)
         ]
-        + [f"{place}: {LEFT}" for place in sorted(this.left.get(model, []))],
+        + [f"{place}: {reason}" for place, reason in sorted(this.left.get(model, []))],
         compared=False,
     )
 

@@ -23,6 +23,7 @@ from mergekit_rotation.symmetry import (
     Trivial,
     act,
     moves,
+    product_dtype,
     same_products,
     solve_attention,
     solve_experts,
@@ -150,7 +151,7 @@ class BlockSpec(BaseModel):
             return ()
         find: Callable[[Tensors, Tensors], Transformation]
         try:
-            reference, other = self._legs(reference), self._legs(other)
+            reference, other = _raised(self._legs(reference), self._legs(other))
             layout = self.layout()
             if isinstance(layout, AttentionLayout):
                 layout = self._used_heads(layout)
@@ -250,3 +251,10 @@ class BlockSpec(BaseModel):
         if moves(rounding, pattern):
             tensor = tensor.to(working_dtype(tensor.dtype))
         return act(transformation, tensor, pattern, dict(self.sizes))
+
+
+def _raised(*sides: Tensors) -> tuple[Tensors, ...]:
+    """Return the legs as they are, or in float64 if products of their entries need it."""
+    if product_dtype(*(x for side in sides for x in side.values())) != torch.float64:
+        return sides
+    return tuple({name: x.double() for name, x in side.items()} for side in sides)

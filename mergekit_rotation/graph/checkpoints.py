@@ -69,12 +69,21 @@ def _index(model: ModelReference) -> ShardedTensorIndex:
     ------
     RotationError
     """
+    remedy = "fetch the model again"
+    if model.lora is not None:
+        folder = LoaderCache().lora_cache_dir
+        if not folder:
+            raise RotationError(
+                f"{model}: an adapter is merged into its model first; say where such models are "
+                "kept, with --lora-merge-cache FOLDER"
+            )
+        remedy = f"what {folder} holds of it may be incomplete, delete it there"
     try:
         index = LoaderCache().get(model).index
         shards = sorted(set(index.tensor_paths.values()))
     except Exception as problem:
         raise RotationError(
-            f"{model}: cannot read its weights ({one_line(problem)}); fetch the model again"
+            f"{model}: cannot read its weights ({one_line(problem)}); {remedy}"
         ) from problem
     if not shards:
         raise RotationError(f"{model}: its files hold no tensor; fetch the model again")

@@ -1,12 +1,14 @@
 """What configurations and file headers tell about inputs that cannot be merged, or only badly."""
 
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any
 
 from mergekit.architecture import WeightInfo
 from mergekit.common import ModelReference
-from mergekit.config import InputSliceDefinition
+from mergekit.config import InputSliceDefinition, MergeConfiguration
 from mergekit.io.tasks import GatherTensors
+from mergekit.merge import _set_chat_template
 from transformers import AutoTokenizer
 
 from mergekit_rotation.graph.context import Context
@@ -86,6 +88,24 @@ def check_tokenizers(context: Context) -> None:
                 f"{model}: cannot load its tokenizer ({one_line(problem)}); add its files, or name "
                 "a model that has them as the source under tokenizer:"
             ) from problem
+
+
+def check_chat_template(config: MergeConfiguration) -> None:
+    """Refuse a chat template that mergekit would only find invalid when all weights are written.
+
+    Raises
+    ------
+    RotationError
+    """
+    if config.chat_template == "auto":
+        return
+    try:
+        _set_chat_template(SimpleNamespace(), config)
+    except RuntimeError as problem:
+        raise RotationError(
+            f"chat_template: {config.chat_template!r} is neither a template nor the name of one; "
+            "write auto, chatml or a Jinja template"
+        ) from problem
 
 
 def check_shapes(context: Context, weight: WeightInfo, task: Any) -> None:

@@ -19,6 +19,7 @@ from mergekit_rotation.symmetry import (
     StreamMap,
     SymmetryError,
     Transformation,
+    all_finite,
     full_precision,
     into_stream,
     out_of_stream,
@@ -184,12 +185,21 @@ class MoveTensor(Task[torch.Tensor | None]):
         try:
             with torch.no_grad(), full_precision():
                 if not self.base:
-                    return self.move(own, dtype)
-                return self._carried(own, self._side("base", kwargs), kwargs["reference"], dtype)
+                    moved = self.move(own, dtype)
+                else:
+                    base = self._side("base", kwargs)
+                    moved = self._carried(own, base, kwargs["reference"], dtype)
         except SymmetryError as problem:
             raise RotationError(
                 f"{self.model}: {self.move.name}: {problem}; set align_residual: permutation"
             ) from problem
+        if moved.is_floating_point() and not all_finite(moved):
+            raise RotationError(
+                f"{self.model}: {self.move.name} exceeds the range of "
+                f"{str(dtype).removeprefix('torch.')} in the coordinates "
+                "of the reference; set dtype: bfloat16 or float32"
+            )
+        return moved
 
     def outline(self, **kwargs: torch.Tensor | None) -> torch.Tensor | None:
         """Return what `execute` does, of tensors on the meta device; shapes are checked."""

@@ -19,6 +19,7 @@ from mergekit_rotation.graph import methods, parameters
 from mergekit_rotation.graph.context import Context
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.inputs import (
+    check_chat_template,
     check_depths,
     check_layer,
     check_shapes,
@@ -145,6 +146,7 @@ class Alignment:
         if self.whole is not None:
             planned = self.whole.finish(list(planned))
         check_tokenizers(self.context)
+        check_chat_template(self.context.planner.config)
         models = self.planner.config.referenced_models()
         warn_of_lost(self.context, models, (weight.name for weight, _ in planned))
         self.planner._tensors = [(weight, self._stock(weight, task)) for weight, task in planned]

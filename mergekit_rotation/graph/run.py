@@ -23,7 +23,9 @@ from mergekit_rotation.symmetry import Linear, Scale, Sign, StreamMap, Transform
 
 LOG = logging.getLogger(__name__)
 
-LEFT = "left as they are, because a factorisation or an assignment failed numerically"
+#: why something stays as it is
+FAILED = "left as they are, because a factorisation or an assignment failed numerically"
+OVERFLOW = "left as they are, because moved numbers exceed the range of the output's dtype"
 _WEIGHTS = (
     "alignment.json",
     "model*.safetensors",
@@ -54,8 +56,8 @@ class Record:
         Largest condition number of what was applied.
     scaled : bool
         Whether the block still differs, but only by what ``align_scale`` would undo.
-    failed : bool
-        Whether the block stayed as it was because a numerical routine failed.
+    left : str
+        Why the block had to stay as it was, if it had to.
     layers : (int, int)
         The layer of the reference, and that of the other model, where whole models are solved.
     applied : Transformation
@@ -75,7 +77,7 @@ class Record:
     seconds: float
     condition: float = 1.0
     scaled: bool = False
-    failed: bool = False
+    left: str = ""
     layers: tuple[int, int] = (0, 0)
     applied: Transformation = field(default=(), compare=False, repr=False)
     orders: tuple[Motion, ...] = ()
@@ -195,8 +197,8 @@ class Run:
     records: list[Record] = field(default_factory=list)
     streams: dict[str, StreamRecord] = field(default_factory=dict)
     notes: dict[str, list[str]] = field(default_factory=dict)
-    #: by model, what stayed as it was because no routine could compute its transformation
-    left: dict[str, list[str]] = field(default_factory=dict)
+    #: by model, what had to stay as it was, and why
+    left: dict[str, list[tuple[str, str]]] = field(default_factory=dict)
     #: whether somebody calls `warn_of_left` at the end
     ends: bool = True
     unsolved: list[Unsolved] = field(default_factory=list)
@@ -223,26 +225,28 @@ class Run:
             )
             self.note(entry.model, text)
             LOG.warning("%s: %s", entry.model, text)
-        if entry.failed:
-            self.leave(entry.model, f"{entry.block} of {entry.layer}")
+        if entry.left:
+            self.leave(entry.model, f"{entry.block} of {entry.layer}", entry.left)
 
     def record_stream(self, entry: StreamRecord) -> None:
         """Add what was done to the residual stream of a model, and a remark on it."""
         self.streams[entry.model] = entry
         self.note(entry.model, str(entry))
 
-    def leave(self, model: str, place: str) -> None:
+    def leave(self, model: str, place: str, reason: str = FAILED) -> None:
         """Remember what had to stay as it was; called from any thread."""
         with self._lock:
-            self.left.setdefault(model, []).append(place)
+            self.left.setdefault(model, []).append((place, reason))
         if not self.ends:
             self.warn_of_left()
             self.left.clear()
 
     def warn_of_left(self) -> None:
-        """Say once per model what had to stay as it was."""
-        for model, places in self.left.items():
-            LOG.warning("%s: %s: %s", model, LEFT, ", ".join(places))
+        """Say once per model and reason what had to stay as it was."""
+        for model, left in self.left.items():
+            for reason in dict.fromkeys(reason for _, reason in left):
+                places = ", ".join(place for place, why in left if why == reason)
+                LOG.warning("%s: %s: %s", model, reason, places)
 
     def note(self, model: str, text: str) -> None:
         """Add a remark on a model to the summary."""
@@ -259,10 +263,7 @@ class Run:
         RotationError
             If the output folder is one of the inputs, or cannot be written to.
         """
-        for path in inputs:
-            if os.path.exists(out_path) and os.path.exists(path):
-                if os.path.samefile(out_path, path):
-                    raise RotationError(f"{out_path} is one of the inputs; write to another folder")
+        refuse_inputs(out_path, inputs)
         with folders(out_path, keep=not self.dry):
             if not os.access(out_path, os.W_OK | os.X_OK):
                 raise RotationError(
@@ -272,7 +273,7 @@ class Run:
             return
         self.out_path = out_path
         self._begun = True
-        self._remove_model()
+        self.remove_model()
 
     def discard_output(self) -> None:
         """After a failure, leave nothing that looks like a model.
@@ -283,7 +284,7 @@ class Run:
         if threads is not None:
             threads.shutdown(wait=True, cancel_futures=True)
         if self._begun and not self._complete():
-            self._remove_model()
+            self.remove_model()
 
     def _complete(self) -> bool:
         """Tell whether there is a configuration, and not only the beginning of one."""
@@ -295,7 +296,7 @@ class Run:
             return False
         return True
 
-    def _remove_model(self) -> None:
+    def remove_model(self) -> None:
         """Remove configuration, weights and indices from the output folder, in this order."""
         assert self.out_path is not None
         for path in old_model(self.out_path):
@@ -316,6 +317,19 @@ class Run:
             )
         lines += [f"{model}: {text}" for model, texts in self.notes.items() for text in texts]
         return lines
+
+
+def refuse_inputs(out_path: str, inputs: Sequence[str]) -> None:
+    """Refuse an output folder that is one of the inputs.
+
+    Raises
+    ------
+    RotationError
+    """
+    for path in inputs:
+        if os.path.exists(out_path) and os.path.exists(path):
+            if os.path.samefile(out_path, path):
+                raise RotationError(f"{out_path} is one of the inputs; write to another folder")
 
 
 def moved_axes(transformation: Transformation) -> tuple[str, ...]:

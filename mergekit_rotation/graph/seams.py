@@ -6,24 +6,26 @@ method, never a wrong merge: the registered twins refuse to merge by themselves.
 """
 
 import copy
-import functools
 import inspect
 import logging
 import sys
 from collections.abc import Callable, Mapping
 from importlib import import_module
-from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 from mergekit_rotation.graph.errors import RotationError, in_one_sentence, one_line
+from mergekit_rotation.graph.patching import (
+    SeamError,
+    class_of,
+    differs,
+    expect,
+    fault_of_version,
+    is_stock,
+    warn_of_version,
+    wrap,
+)
 
 LOG = logging.getLogger(__name__)
-
-TESTED = "0.1.5"
-
-
-class SeamError(RuntimeError):
-    """mergekit is not as this version of the package knows it."""
 
 
 def complete(module: str) -> None:
@@ -52,18 +54,7 @@ def complete(module: str) -> None:
         withdraw_methods()
         if isinstance(problem, SeamError):
             raise
-        raise _differs(module, str(problem)) from problem
-
-
-def _differs(place: str, how: str) -> SeamError:
-    try:
-        found = version("mergekit")
-    except PackageNotFoundError:
-        found = "of unknown version"
-    return SeamError(
-        f"mergekit {found} differs from {TESTED} at {place} ({how}); "
-        f"install mergekit=={TESTED} or a newer mergekit-rotation"
-    )
+        raise differs(module, str(problem)) from problem
 
 
 def _methods() -> Any:
@@ -72,55 +63,14 @@ def _methods() -> Any:
     return import_module("mergekit_rotation.graph.methods")
 
 
-def _class(module: str, name: str) -> Any:
-    """Return a class of mergekit's."""
-    found = getattr(sys.modules.get(module), name, None)
-    if not isinstance(found, type):
-        raise _differs(f"{module}.{name}", "there is no such class")
-    return found
-
-
-def _expect(owner: Any, name: str, parameters: tuple[str, ...]) -> Any:
-    """Return a callable of mergekit's if it takes the parameters that we rely on."""
-    function = getattr(owner, name, None)
-    found = tuple(inspect.signature(function).parameters) if callable(function) else None
-    if found is None or found[: len(parameters)] != parameters:
-        place = f"{getattr(owner, '__name__', owner)}.{name}"
-        raise _differs(place, f"{found} instead of {parameters}")
-    return function
-
-
-def _once(function: Any) -> bool:
-    """Tell whether a function of mergekit's has not been wrapped by us yet."""
-    return not getattr(inspect.unwrap(function, stop=_is_ours), "_mergekit_rotation", False)
-
-
-def _is_ours(function: Any) -> bool:
-    return bool(getattr(function, "_mergekit_rotation", False))
-
-
-def _wrap(owner: Any, name: str, parameters: tuple[str, ...], wrapper: Callable[..., Any]) -> None:
-    """Replace a function of mergekit's by ``wrapper(original, *args, **kwargs)``."""
-    original = _expect(owner, name, parameters)
-    if not _once(original):
-        return
-
-    @functools.wraps(original)
-    def replacement(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    replacement._mergekit_rotation = True  # type: ignore[attr-defined]
-    setattr(owner, name, replacement)
-
-
 # -- mergekit.merge_methods: the registry is public --------------------------------------------
 
 
 def register_methods() -> None:
     """Add the twins to mergekit's registry of methods."""
     registry = import_module("mergekit.merge_methods.registry")
-    _expect(registry, "register", ("method",))
-    _expect(registry, "registered_methods", ())
+    expect(registry, "register", ("method",))
+    expect(registry, "registered_methods", ())
     _methods().register_twins()
 
 
@@ -136,11 +86,11 @@ def withdraw_methods() -> None:
 
 def read_config() -> None:
     """Check ``rotation_*`` configurations before mergekit parses them; order their models."""
-    MergeConfiguration = _class("mergekit.config", "MergeConfiguration")
-    validate = _expect(MergeConfiguration, "model_validate", ("obj",))
+    MergeConfiguration = class_of("mergekit.config", "MergeConfiguration")
+    validate = expect(MergeConfiguration, "model_validate", ("obj",))
     if not inspect.ismethod(validate):
-        raise _differs("MergeConfiguration.model_validate", "it is no class method")
-    if _once(validate.__func__):
+        raise differs("MergeConfiguration.model_validate", "it is no class method")
+    if is_stock(validate.__func__):
 
         def model_validate(cls: type, obj: Any, *args: Any, **kwargs: Any) -> Any:
             if not _names_rotation(obj):
@@ -154,7 +104,7 @@ def read_config() -> None:
 
         model_validate._mergekit_rotation = True  # type: ignore[attr-defined]
         MergeConfiguration.model_validate = classmethod(model_validate)  # type: ignore[assignment]
-    _wrap(MergeConfiguration, "referenced_models", ("self",), _ordered_models)
+    wrap(MergeConfiguration, "referenced_models", ("self",), _ordered_models)
 
 
 def _methods_named(obj: Mapping[str, Any]) -> list[Any]:
@@ -222,18 +172,29 @@ def _ordered_models(original: Callable[..., Any], config: Any) -> list[Any]:
 # -- mergekit.plan: the inputs of planned tasks ---------------------------------------------------
 
 
+#: methods of the planner that are called by ours, not replaced
+_CALLED = {
+    "plan_tensor": ("weight", "weights_in", "models", "cfg_reader"),
+    "_model_arch": ("model",),
+    "_out_module_arch": ("module",),
+}
+
+
 def plan_alignment() -> None:
     """Align the inputs of every planned layer; `mergekit.merge` binds the class, so patch it."""
-    MergePlanner = _class("mergekit.plan", "MergePlanner")
+    MergePlanner = class_of("mergekit.plan", "MergePlanner")
     layer = ("self", "sources", "layer_offset", "t", "cfg_reader", "module_name")
-    _wrap(MergePlanner, "plan_layer", layer, _plan_layer)
-    _wrap(MergePlanner, "_plan", ("self",), _plan)
-    _wrap(MergePlanner, "plan_to_disk", ("self", "out_path"), _plan_to_disk)
-    _wrap(MergePlanner, "plan_in_memory", ("self",), _plan_in_memory)
-    writer = _class("mergekit.io.tasks", "TensorWriterTask")
-    _wrap(writer, "execute", ("self",), _open_writer)
+    expect(MergePlanner, "plan_layer", layer)
+    for name, parameters in _CALLED.items():
+        expect(MergePlanner, name, ("self", *parameters))
+    wrap(MergePlanner, "plan_layer", layer, _plan_layer)
+    wrap(MergePlanner, "_plan", ("self",), _plan)
+    wrap(MergePlanner, "plan_to_disk", ("self", "out_path"), _plan_to_disk)
+    wrap(MergePlanner, "plan_in_memory", ("self",), _plan_in_memory)
+    writer = class_of("mergekit.io.tasks", "TensorWriterTask")
+    wrap(writer, "execute", ("self",), _open_writer)
     build = import_module("mergekit.tokenizer.build")
-    _wrap(build, "build_union_tokenizer", ("base_tok", "tokenizers"), _build_union)
+    wrap(build, "build_union_tokenizer", ("base_tok", "tokenizers"), _build_union)
 
 
 def _plan(original: Callable[..., Any], planner: Any) -> None:
@@ -245,6 +206,7 @@ def _plan(original: Callable[..., Any], planner: Any) -> None:
     from mergekit_rotation.graph.planning import Alignment
     from mergekit_rotation.graph.vocabulary import by_row
 
+    warn_of_version()
     # A configuration that was not read but built by a program has not been looked at yet.
     given = planner.config.model_dump()
     parameters.check_mapping(given)
@@ -297,7 +259,7 @@ def _reporting(config: Any, out_path: str, tasks: Any) -> list[Any]:
 
     if not alignment.is_asked_for(config):
         return []
-    finalize = _class("mergekit.io.tasks", "FinalizeModel")
+    finalize = class_of("mergekit.io.tasks", "FinalizeModel")
     last = next(task for task in tasks if isinstance(task, finalize))
     return [alignment.WriteAlignment(out_path=out_path, finalize=last)]
 
@@ -343,9 +305,10 @@ def _open_writer(original: Callable[..., Any], task: Any, **kwargs: Any) -> Any:
 def guard_merge() -> None:
     """Clean up after a failed merge and say what was done; scripts bind the wrapped function."""
     merge = sys.modules["mergekit.merge"]
-    _wrap(merge, "run_merge", ("merge_config", "out_path", "options"), _run_merge)
-    _wrap(merge, "get_architecture_info", ("config", "options"), _architecture)
-    _wrap(merge, "generate_card", ("config", "config_yaml", "name"), _card)
+    expect(merge, "_model_out_config", ("config", "arch_info", "trust_remote_code"))
+    wrap(merge, "run_merge", ("merge_config", "out_path", "options"), _run_merge)
+    wrap(merge, "get_architecture_info", ("config", "options"), _architecture)
+    wrap(merge, "generate_card", ("config", "config_yaml", "name"), _card)
 
 
 def _architecture(original: Callable[..., Any], config: Any, options: Any) -> Any:
@@ -387,7 +350,7 @@ def _run_merge(
         result = original(merge_config, out_path, options, *args, **kw)
     except BaseException as problem:
         this.discard_output()
-        sentence = in_one_sentence(problem, out_path)
+        sentence = in_one_sentence(problem, out_path) or fault_of_version(problem)
         if sentence is None:
             raise
         LOG.debug("what ended the merge", exc_info=problem)
@@ -407,12 +370,12 @@ def name_genomes() -> None:
     genomes = sys.modules["mergekit.evo.genome"]
     known = getattr(genomes, "METHOD_PARAM_MAPS", None)
     if not isinstance(known, dict):
-        raise _differs("mergekit.evo.genome.METHOD_PARAM_MAPS", "there is no such mapping")
+        raise differs("mergekit.evo.genome.METHOD_PARAM_MAPS", "there is no such mapping")
     methods = _methods()
     known |= {methods.PREFIX + n: known[n] for n in known if not methods.is_rotation(n)}
-    ModelGenome = _class("mergekit.evo.genome", "ModelGenome")
-    _wrap(ModelGenome, "__init__", ("self", "definition"), _genome)
-    _wrap(ModelGenome, "genotype_merge_config", ("self", "genotype"), _evolved_config)
+    ModelGenome = class_of("mergekit.evo.genome", "ModelGenome")
+    wrap(ModelGenome, "__init__", ("self", "definition"), _genome)
+    wrap(ModelGenome, "genotype_merge_config", ("self", "genotype"), _evolved_config)
 
 
 def _plain_definition(definition: Any) -> Any:

@@ -17,7 +17,7 @@ from mergekit_rotation.symmetry import (
     StreamMap,
     bias_of,
     into_stream,
-    working_dtype,
+    product_dtype,
 )
 
 Tensors = dict[str, torch.Tensor]
@@ -154,7 +154,7 @@ class Sides:
             if x is not None:
                 if model is self.other and self.stored is None:
                     self.stored = x.dtype
-                result[name] = x.to(device=self.device, dtype=working_dtype(x.dtype))
+                result[name] = x.to(device=self.device, dtype=product_dtype(x))
         return result
 
     def _raw(self, model: ModelTensors, name: str, index: int | None) -> torch.Tensor | None:
@@ -197,7 +197,7 @@ class Sides:
             )
         for a, b in pieces:
             yield tuple(
-                {**extra, template: piece.to(device=self.device, dtype=working_dtype(piece.dtype))}
+                {**extra, template: piece.to(device=self.device, dtype=product_dtype(piece))}
                 for extra, piece in zip(extras, (a, b), strict=True)
             )  # type: ignore[misc]  # two sides
 

@@ -308,7 +308,7 @@ class ModelSolver:
                     seconds=time.perf_counter() - start,
                     condition=run.condition(transformation),
                     scaled=spec.scaled_apart(goal, inside, after, scale),
-                    failed=solved is None,
+                    left=run.FAILED if solved is None else "",
                     layers=pair.indices,
                     applied=transformation,
                     orders=orders(transformation, spec.orders()),

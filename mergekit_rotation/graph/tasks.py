@@ -14,7 +14,7 @@ from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.checkpoints import FLOATING
 from mergekit_rotation.graph.errors import RotationError, is_out_of_memory, one_line
 from mergekit_rotation.graph.motion import orders
-from mergekit_rotation.symmetry import Transformation, all_finite, full_precision, working_dtype
+from mergekit_rotation.symmetry import Transformation, all_finite, full_precision, product_dtype
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -104,7 +104,8 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             solved = () if same else self._solve(reference, other)
             transformation = solved or ()
             moved, before, after, scale = self._move(transformation, reference, other)
-            if after > before:  # nothing may get worse, not even by rounding
+            overflows = not all(all_finite(x) for name, x in moved.items() if x is not other[name])
+            if overflows or after > before:  # nothing may get worse, not even by rounding
                 transformation = ()
                 moved, before, after, scale = self._move(transformation, reference, other)
         record = run.Record(
@@ -119,7 +120,7 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             seconds=time.perf_counter() - start,
             condition=run.condition(transformation),
             scaled=not same and self.spec.scaled_apart(reference, other, after, scale),
-            failed=solved is None,
+            left=run.FAILED if solved is None else run.OVERFLOW if overflows else "",
             layers=self.layers,
             orders=orders(transformation, self.spec.orders()),
         )
@@ -173,7 +174,7 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             fixed = reference.get(leg.name)
             image = self.spec.move(transformation, leg.name, tensor)
             if fixed is not None:
-                work = working_dtype(tensor.dtype, fixed.dtype)
+                work = product_dtype(tensor, fixed)
                 fixed = self.spec.seen(leg.name, fixed.to(work))
                 scale += float(fixed.square().sum())
                 change = self._apart(leg.name, fixed, tensor)

@@ -1,149 +1,118 @@
-"""The commands that compare, verify and align models; what they need is imported when they run."""
+"""The commands that compare, verify and evaluate models; they import what they need when run."""
 
-import functools
-import importlib.util
-import json
-import logging
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+import os
+import sys
 from pathlib import Path
 from typing import Any
 
 import click
 
-from mergekit_rotation import startup
-from mergekit_rotation.graph.seams import TESTED
-
-MISSING = f"mergekit is not installed; pip install mergekit=={TESTED}."
-
-
-@contextmanager
-def mergekit_with_methods() -> Iterator[None]:
-    """Import what is mergekit's, with our methods in it; say so if it is not installed."""
-    startup.install()
-    try:
-        yield
-    except ModuleNotFoundError as problem:
-        if problem.name != "mergekit":
-            raise
-        raise click.ClickException(MISSING) from None
-
-
-def _options(function: Callable[..., None]) -> Callable[..., None]:
-    """Add the options of every command here, and show errors as one sentence."""
-
-    @click.option("--device", default="cpu", show_default=True, help="cpu, cuda or cuda:N.")
-    @click.option("--trust-remote-code", is_flag=True, help="Run code that comes with a model.")
-    @click.option("--verbose", is_flag=True, help="Show warnings, and where an error comes from.")
-    @click.option("--quiet", is_flag=True, help="No progress bars.")
-    @functools.wraps(function)
-    def command(
-        device: str, trust_remote_code: bool, verbose: bool, quiet: bool, **given: Any
-    ) -> None:
-        try:
-            options = _prepared(device, trust_remote_code, verbose, quiet)
-            function(options=options, **given)
-        except (click.ClickException, click.exceptions.Exit):
-            if verbose:
-                logging.getLogger(__name__).info("", exc_info=True)
-            raise
-        except Exception as problem:
-            if verbose:
-                raise
-            lines = str(problem).strip().splitlines() or [type(problem).__name__]
-            raise click.ClickException(f"{lines[0]} (--verbose shows where)") from problem
-
-    return command
-
-
-def _prepared(device: str, trust_remote_code: bool, verbose: bool, quiet: bool) -> Any:
-    """Import mergekit with our methods in it, and return its options."""
-    with mergekit_with_methods():
-        from mergekit.options import MergeOptions
-    import torch
-    import transformers
-
-    level = logging.INFO if verbose else logging.ERROR
-    logging.basicConfig(level=level)
-    for name in ("mergekit", "mergekit_rotation"):
-        logging.getLogger(name).setLevel(level)
-    transformers.logging.set_verbosity(level)
-    try:
-        torch.empty(0, device=device)
-    except Exception:
-        raise click.ClickException(f"the device {device} cannot be used; try cpu") from None
-    return MergeOptions(
-        device=device, trust_remote_code=trust_remote_code, quiet=quiet, copy_tokenizer=True
-    )
-
-
-class _Failed(click.ClickException):
-    """An error of a command whose exit code 1 is an answer."""
-
-    exit_code = 2
-
-
-def _errors_exit_with_2(function: Callable[..., None]) -> Callable[..., None]:
-    @functools.wraps(function)
-    def command(**given: Any) -> None:
-        try:
-            function(**given)
-        except click.UsageError:
-            raise
-        except click.ClickException as problem:
-            raise _Failed(problem.message) from problem
-
-    return command
-
-
-def write_json(path: Path | None, data: Any) -> None:
-    """Write JSON for machines, if a file for it is named."""
-    if path is not None:
-        path.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
-
-
-_JSON = click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the result to this file, for machines.",
+from mergekit_rotation.insight.options import (
+    JSON,
+    MODEL,
+    PLOT,
+    TEXT,
+    Failed,
+    No,
+    common_options,
+    errors_exit_with_2,
+    write_json,
 )
-
-
-def _plottable(
-    context: click.Context, parameter: click.Parameter, file: Path | None
-) -> Path | None:
-    """Refuse a picture that cannot be drawn before hours were spent on what it shows."""
-    if file is None:
-        return None
-    if file.suffix.lower() not in (".png", ".svg"):
-        raise click.BadParameter("name a file that ends in .png or .svg", context, parameter)
-    if not file.absolute().parent.is_dir():
-        raise click.BadParameter(f"there is no folder {file.parent}", context, parameter)
-    if importlib.util.find_spec("matplotlib") is None:
-        raise click.ClickException(
-            "--plot needs matplotlib; pip install 'mergekit-rotation[plot]' (or pip install "
-            "matplotlib)."
-        )
-    return file
-
-
-_PLOT = click.option(
-    "--plot",
-    "plot_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    callback=_plottable,
-    metavar="FILE.png|.svg",
-    help="Draw the result; needs matplotlib (the extra `plot`).",
-)
+from mergekit_rotation.insight.writing import writing_options
 
 
 @click.command()
-@click.argument("models", nargs=-1, required=True, metavar="A B [C ...]")
-@_JSON
-@_PLOT
+@click.argument("model", metavar="A", type=MODEL)
+@click.argument("out", metavar="OUT", type=MODEL)
+@click.option(
+    "--to", "reference", required=True, metavar="REF", type=MODEL, help="The model that stays."
+)
+@click.option(
+    "--residual",
+    type=click.Choice(["none", "permutation", "orthogonal"]),
+    default="none",
+    show_default=True,
+    help="Bring the residual stream together, too, as align_residual does.",
+)
 @click.option("--scale", is_flag=True, help="Also undo scalings, as align_scale does.")
-@_options
+@click.option(
+    "--architecture",
+    type=click.Path(exists=True),
+    help="A declaration of your own of an architecture.",
+)
+@click.option("--verify/--no-verify", "verified", default=True, help="Verify OUT.  [default: yes]")
+@TEXT
+@JSON
+@writing_options
+@errors_exit_with_2
+@common_options
+def align(
+    model: str,
+    out: str,
+    reference: str,
+    residual: str,
+    scale: bool,
+    architecture: str | None,
+    verified: bool,
+    text: Path | None,
+    json_file: Path | None,
+    options: Any,
+) -> None:
+    """Write A in the coordinates of REF, and verify it.
+
+    \b
+      mergekit-rotation align ./protected --to ./base ./readable
+      mergekit-rotation align ./a --to ./b ./a-like-b --residual orthogonal
+
+    OUT becomes A: its config, tokenizer, other files and dtypes, the same function; but its heads,
+    neurons and experts (with --residual its residual stream, too) stand where they are closest to
+    those of REF, which is only read. It is what the method rotation_align writes, about one layer
+    in memory at a time; a model that is in OUT is replaced.
+
+    Then A and OUT are run and compared, as `verify` does, each as a whole and in float32. Exits
+    with 0 if they are the same function (with --no-verify: if OUT is written), with 1 if not:
+    weights and config.json are then removed from OUT; with 2 if A cannot be aligned, or if the
+    question cannot be told, for example because transformers cannot run A: OUT then stays,
+    unverified.
+
+    The JSON has what alignment.json in OUT has (distances before and after, layers, notes), and
+    out (null if removed), verified (the JSON of `verify`; null if that was not done), unverified
+    (why not).
+    """  # noqa: D301
+    from mergekit_rotation.insight.align import align as aligned
+    from mergekit_rotation.insight.tables import show_aligned
+
+    answer = aligned(
+        model,
+        reference,
+        out,
+        options,
+        residual=residual,
+        scale=scale,
+        architecture=architecture,
+        verified=verified,
+        text=text,
+    )
+    write_json(json_file, answer.data())
+    show_aligned(answer)
+    if not answer.kept:
+        raise No(
+            f"{out} is not the same function as {model} ({answer.reason}), so that its weights "
+            "and config.json are removed; --no-verify keeps them"
+        ) from answer.problem
+    if answer.problem is not None:
+        raise Failed(
+            f"{out} is written, but whether it is the same function as {model} cannot be told: "
+            f"{answer.reason}"
+        ) from answer.problem
+
+
+@click.command()
+@click.argument("models", nargs=-1, required=True, metavar="A B [C ...]", type=MODEL)
+@JSON
+@PLOT
+@click.option("--scale", is_flag=True, help="Also undo scalings, as align_scale does.")
+@common_options
 def compare(
     models: tuple[str, ...],
     json_file: Path | None,
@@ -151,14 +120,15 @@ def compare(
     scale: bool,
     options: Any,
 ) -> None:
-    r"""Tell how two models, or more, are related.
+    """Tell how two models, or more, are related.
 
-    In every pair the second model is aligned to the first: heads, neurons, experts and, where their
-    family allows it, the residual stream. No model is written. The verdict is one of
+    A model is a folder or a name on the hub, or either with an adapter: base+adapter. In every pair
+    the second is aligned to the first: heads, neurons, experts and, where their family allows it,
+    the residual stream. No model is written. The verdict is one of
 
     \b
       same-coordinates  merge them as they are
-      same-function     (nearly) the same function in other coordinates: rotation_* methods
+      same-function     (nearly) the same in other coordinates: rotation_* methods
       related           parts are shared, or an ancestor far back
       unrelated         only align_residual has a chance, and training after it
 
@@ -171,10 +141,10 @@ def compare(
     cosine_before, cosine_after, stream, layers (one entry per layer, with its blocks), outside
     (embeddings, head), left_out, notes. With more models: models, matrix (by name of the number),
     pairs (a list of the above).
-    """
+    """  # noqa: D301
     if len(models) < 2:
         raise click.UsageError("name at least two models")
-    if len(set(models)) < len(models):
+    if len({os.path.realpath(model) for model in models}) < len(models):
         raise click.UsageError("a model is named twice")
     from mergekit_rotation.insight.compared import Comparison
     from mergekit_rotation.insight.tables import show_comparison
@@ -189,13 +159,9 @@ def compare(
 
 
 @click.command()
-@click.argument("first", metavar="A")
-@click.argument("second", metavar="B")
-@click.option(
-    "--text",
-    type=click.Path(path_type=Path, dir_okay=False, exists=True),
-    help="Read the first tokens of this file, in place of random ones.",
-)
+@click.argument("first", metavar="A", type=MODEL)
+@click.argument("second", metavar="B", type=MODEL)
+@TEXT
 @click.option(
     "--dtype",
     type=click.Choice(["float32", "float64"]),
@@ -203,9 +169,9 @@ def compare(
     show_default=True,
     help="In which the models are run.",
 )
-@_JSON
-@_errors_exit_with_2
-@_options
+@JSON
+@errors_exit_with_2
+@common_options
 def verify(
     first: str, second: str, text: Path | None, dtype: str, json_file: Path | None, options: Any
 ) -> None:
@@ -233,3 +199,73 @@ def verify(
     show_verified(answer)
     if not answer.same:
         raise click.exceptions.Exit(1)
+
+
+@click.command()
+@click.argument("config", type=click.Path(path_type=Path, dir_okay=False, exists=True))
+@click.option(
+    "--text",
+    type=click.Path(path_type=Path, dir_okay=False, exists=True),
+    required=True,
+    help="The first tokens of this file are predicted.",
+)
+@click.option(
+    "--points",
+    type=click.IntRange(min=3),
+    default=11,
+    show_default=True,
+    help="How many models of each line are evaluated, the ends included.",
+)
+@click.option(
+    "--tokens",
+    type=click.IntRange(min=1),
+    default=4096,
+    show_default=True,
+    help="How many tokens of the text are read, at most.",
+)
+@JSON
+@PLOT
+@common_options
+def barrier(
+    config: Path,
+    text: Path,
+    points: int,
+    tokens: int,
+    json_file: Path | None,
+    plot_file: Path | None,
+    options: Any,
+) -> None:
+    """Tell what stands between two models, and how much of it alignment removes.
+
+    CONFIG is a configuration of a rotation_* merge of two models that predict next tokens. Its
+    models, reference, align_* parameters, dtype and tokenizer count; the models evaluated are (1 -
+    t) reference + t other, once with the other model as it is and once with it aligned. None is
+    written. In memory are two models in the dtype of CONFIG and one in float32, in which all is
+    computed. How long it will take is said after the first few rows.
+
+    The loss is the mean cross-entropy of next tokens in nats, of rows of up to 128 tokens that are
+    read on their own. The barrier is the largest loss above the straight line between the losses
+    of the ends, 0 if no loss lies above it. Alignment must not change the losses at the ends; if it
+    does so by more than four times what a random rounding of all weights does, a warning says so.
+
+    The JSON has schema, version, reference, model, text, tokens (how many are predicted), t,
+    plain and aligned (each with loss, one for each t, barrier, and top, the t of the barrier or
+    null), removed (share of the barrier, null if there is none), ends (apart: root mean square over
+    the tokens of the change at the ends; bound; same), seconds, notes.
+    """
+    from tqdm import tqdm
+
+    from mergekit_rotation.insight.barrier import measure
+    from mergekit_rotation.insight.tables import show_barrier
+
+    def say(words: str) -> None:
+        if not options.quiet:
+            tqdm.write(words, file=sys.stderr)
+
+    found = measure(config, text, options, points, tokens, say)
+    write_json(json_file, found.data())
+    if plot_file is not None:
+        from mergekit_rotation.insight.plots import plot_barrier
+
+        plot_barrier(found.data(), plot_file)
+    show_barrier(found)

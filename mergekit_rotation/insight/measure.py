@@ -78,14 +78,14 @@ class Meter:
     def measure(self) -> Measured:
         """Read both models once, and return the sums."""
         with torch.no_grad(), full_precision():
-            for template in self.other.infos(None):
+            for template in sorted(self.other.infos(None)):
                 sums = self._tensor(template, None)
                 if sums is not None:
                     self.measured.outside[template] = sums
             title = f"Measuring {self.other.model}"
             for pair in tqdm(self.pairs(), desc=title, disable=self.quiet):
                 kinds = {t: b.kind for b in self.other.blocks(pair[1]) for t in b.layout.patterns}
-                for template in self.other.infos(pair[1]):
+                for template in sorted(self.other.infos(pair[1])):
                     sums = self._tensor(template, pair)
                     if sums is not None:
                         key = (*pair, kinds.get(template, ""))

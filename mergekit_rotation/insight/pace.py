@@ -79,6 +79,7 @@ class Pace:
         least += sum(cost.products for cost in costs) / self.products
         least += sum(cost.factors for cost in costs) * self.factors
         full = sum(cost.assignment**3 for cost in costs) * self.assignment
+        full += sum(cost.unlike for cost in costs) / self.products
         return least, least + full
 
 

@@ -10,8 +10,8 @@ from rich.console import Console
 from rich.table import Table
 
 from mergekit_rotation.graph.errors import RotationError, one_line
-from mergekit_rotation.insight.commands import write_json
 from mergekit_rotation.insight.headers import NotHere
+from mergekit_rotation.insight.options import JSON, write_json
 from mergekit_rotation.insight.plan import Plan, plan, refused
 
 
@@ -24,17 +24,12 @@ class _Untold(click.ClickException):
 @click.command("plan", cls=PrettyPrintHelp)
 @click.argument("config", type=click.Path(path_type=Path, dir_okay=False, exists=True))
 @click.argument("out", required=False)
-@click.option(
-    "--json",
-    "json_file",
-    type=click.Path(path_type=Path, dir_okay=False),
-    help="Write the plan to this file, for machines.",
-)
+@JSON
 @add_merge_options
 def main(
     config: Path, out: str | None, json_file: Path | None, merge_options: MergeOptions
 ) -> None:
-    r"""Tell what a merge would do, and what it takes, without doing it.
+    """Tell what a merge would do, and what it takes, without doing it.
 
     CONFIG and the options are those of `mergekit-yaml`; OUT, if given, is checked as well. Of
     weights only the headers of files are read (of pickled files, what they say of shapes), and
@@ -47,8 +42,9 @@ def main(
 
     \b
     The estimates:
-      memory  of the process: tensors at the worst moment, temporaries, and mapped files, which
-              the system drops where memory is short; more where models have no neurons in common
+      memory  of the process: tensors at the worst moment, temporaries, and
+              mapped files, which the system drops where memory is short; more
+              where models have no neurons in common
       disk    weights that are written
       time    rough, from rates that are measured for half a second
 
@@ -57,7 +53,7 @@ def main(
     layers (model, reference, layers, block, aligned_by, reason), memory (process, peak,
     mapped_files, peak_with_assignments, device), disk (output, files, adapters, free), seconds
     (least, with_assignments), read, warnings. Sizes are in bytes.
-    """
+    """  # noqa: D301
     options = merge_options
     if options.num_threads is not None:
         options.apply_global_options()

@@ -153,6 +153,44 @@ def _short(text: str, length: int) -> str:
     return text if len(text) <= length else "…" + text[1 - length :]
 
 
+# -- a line between two models --------------------------------------------------------------------
+
+
+def plot_barrier(data: Mapping[str, Any], file: Path) -> None:
+    """Draw the loss along both lines, and the straight lines that barriers are measured from.
+
+    Parameters
+    ----------
+    data : mapping
+        What ``barrier`` writes as JSON.
+    file : Path
+        Ends in ``.png`` or ``.svg``.
+    """
+    reference, other = (_short(n, 32) for n in short_names([data["reference"], data["model"]]))
+    removed = data["removed"]
+    share = "no barrier" if removed is None else f"{removed:.0%} of the barrier removed"
+    points = data["t"]
+    size = 1.0 if len(points) <= _MANY else 0.6
+    with _saved(file, 7, 4.2) as figure:
+        title = f"From {reference} to {other}\n{share}"
+        figure.suptitle(title, fontsize=10, ha="left", x=0.02)
+        ax = figure.subplots()
+        for name, style, marks in zip(
+            ("plain", "aligned"), (BEFORE, AFTER), (7.0, 4.0), strict=True
+        ):
+            found = data[name]
+            label = f"{name}, barrier {number(found['barrier'])}"
+            (line,) = ax.plot(points, found["loss"], ms=size * marks, lw=1.2, label=label, **style)
+            line.set_gid(name)
+        ends = [data["plain"]["loss"][k] for k in (0, -1)]
+        ax.plot([0, 1], ends, color=_GREY, lw=1, ls="--", label="without a barrier", zorder=1)
+        ax.set_xlabel(f"t: 0 is {reference}, 1 is {other}")
+        ax.set_ylabel(f"loss in nats per token, {data['tokens']} tokens")
+        ax.set_xlim(0, 1)
+        _calm(ax, "y")
+        figure.legend(loc="outside lower center", ncols=3, frameon=False)
+
+
 # -- more models ----------------------------------------------------------------------------------
 
 
@@ -210,7 +248,7 @@ def _plot_tree(ax: Axes, tree: np.ndarray, count: int) -> None:
     """Draw the tree above the columns; scipy's leaves lie 10 apart."""
     drawn = dendrogram(tree, no_plot=True)
     for x, y in zip(drawn["icoord"], drawn["dcoord"], strict=True):
-        ax.plot([(value - 5) / 10 for value in x], y, color=_GREY, lw=1)
+        ax.plot([(value - 5) / 10 for value in x], y, color=_GREY, lw=1, clip_on=False)
     ax.set_xlim(-0.5, count - 0.5)
     ax.set_ylim(0, 1.05)
     ax.set_yticks([0, 1])

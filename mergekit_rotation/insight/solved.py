@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from mergekit import merge as mergekit_merge
@@ -15,7 +16,7 @@ from mergekit.plan import MergePlanner
 from mergekit_rotation.graph import run
 from mergekit_rotation.graph.checkpoints import Checkpoint
 from mergekit_rotation.graph.context import known_families
-from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.errors import RotationError, one_line
 from mergekit_rotation.graph.layout import Unsupported, check_same_layout, layout_of
 from mergekit_rotation.graph.run import Run
 from mergekit_rotation.graph.whole import WholeModels
@@ -128,15 +129,18 @@ def checkpoint_of(model: str, options: MergeOptions) -> Checkpoint:
         If it cannot be read, or is quantised.
     """
     found = ModelReference.parse(model)
+    LoaderCache().setup(options)
     try:
         config = found.config(trust_remote_code=options.trust_remote_code)
         checkpoint = Checkpoint(found, config, known_families(None))
     except RotationError:
         raise
     except Exception as problem:
+        there = Path(found.model.path).exists()
+        said = "cannot be read as a model" if there else "there is no such folder or model"
         raise RotationError(
-            f"{model}: cannot be read as a model ({str(problem).splitlines()[0]}); name a folder "
-            "with a config.json and weights, or a model of the hub"
+            f"{model}: {said} ({one_line(problem).split('. ')[0]}); name a folder with a "
+            "config.json and weights, or a model of the hub"
         ) from problem
     checkpoint.check_stored()
     return checkpoint
@@ -156,9 +160,17 @@ def _solve(reference: str, other: str, residual: str, scale: bool, options: Merg
 
 def planned(config: Mapping[str, Any], options: MergeOptions) -> WholeModels:
     """Plan a merge that aligns whole models, and return what was solved for it."""
+    planner = planner_of(config, options)
+    planner._plan()
+    whole: WholeModels = planner._rotation.whole
+    return whole
+
+
+def planner_of(config: Mapping[str, Any], options: MergeOptions) -> MergePlanner:
+    """Return the planner of a merge, with nothing planned yet."""
     parsed = MergeConfiguration.model_validate(config)
     definition = architecture(parsed, options)
-    planner = MergePlanner(
+    return MergePlanner(
         parsed,
         definition,
         options=options,
@@ -166,9 +178,6 @@ def planned(config: Mapping[str, Any], options: MergeOptions) -> WholeModels:
             parsed, definition, trust_remote_code=options.trust_remote_code
         ),
     )
-    planner._plan()
-    whole: WholeModels = planner._rotation.whole
-    return whole
 
 
 def architecture(config: MergeConfiguration, options: MergeOptions) -> ModelArchitecture:
@@ -187,8 +196,9 @@ def _depths(reference: str, other: str, options: MergeOptions) -> tuple[int, int
         modules = definition.modules
         if len(modules) != 1:
             raise RotationError(
-                f"{model}: has several modules ({', '.join(modules)}), and only models of one can "
-                "be compared as a whole"
+                f"{model}: has several modules ({', '.join(modules)}), but only models of "
+                "one can be compared; rotation_* methods align each module by itself, and the "
+                "alignment.json of a merge has its distances"
             )
         name = next(iter(modules))
         counts.append(int(modules[name].architecture.num_layers(config)))

@@ -8,23 +8,33 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
 from mergekit.options import MergeOptions
-from transformers import AutoConfig, AutoTokenizer, PreTrainedModel
-from transformers.utils import logging
+from transformers import AutoTokenizer, PreTrainedModel
 from transformers.utils.logging import tqdm
 
-from mergekit_rotation.graph.checkpoints import FLOATING, Checkpoint
+from mergekit_rotation.graph.checkpoints import Checkpoint
 from mergekit_rotation.graph.errors import RotationError
 from mergekit_rotation.graph.report import SCHEMA
+from mergekit_rotation.insight.running import (
+    SAFETY,
+    TEXT_LENGTH,
+    Unrun,
+    coarsest,
+    first_line,
+    load,
+    progress,
+    read_rows,
+    round_weights,
+    rounding,
+    row_length,
+    stored_dtype,
+)
 from mergekit_rotation.insight.solved import checkpoint_of
 from mergekit_rotation.proof.exact import Float64, run
 from mergekit_rotation.proof.models import random_inputs
 
-#: random tokens in a row, and of a text the tokens in a row and the rows that are read
-LENGTH, TEXT_LENGTH, TEXT_ROWS = 32, 128, 4
-#: how much more than one random rounding of all weights may lie between two models
-SAFETY = 4.0
+#: random tokens in a row, and rows of a text that are read
+LENGTH, TEXT_ROWS = 32, 4
 
 Batch = Mapping[str, torch.Tensor]
 
@@ -177,20 +187,20 @@ def verify(
         return Verified((first, second), reason=f"vocabularies of {sizes[0]} and {sizes[1]} tokens")
     batches = None if text is None else _read(text, checkpoints[0], options)
     inputs = "random inputs" if text is None else f"the first tokens of {text}"
-    stored = max(map(_stored, checkpoints), key=lambda kind: torch.finfo(kind).eps)
+    stored = coarsest(set(map(stored_dtype, checkpoints)))
     runs: list[Answers] = []
     unseen: list[str] = []
     for checkpoint in checkpoints:
-        with _progress(not options.quiet):
-            model = _load(checkpoint, options, dtype)
+        with progress(not options.quiet):
+            model = load(checkpoint, options, dtype)
         if batches is None:
-            batches = [random_inputs(model, _length(checkpoint.config, LENGTH))]
+            batches = [random_inputs(model, row_length(checkpoint.config, LENGTH))]
         inner = _Runner(model, checkpoint, batches, dtype, options)
         if not runs:
             with _watched(model) as used:
                 runs.append(inner.answers())
             unseen = _unseen(model, used)
-            _round(model, rounding(runs[0].width(), stored, dtype))
+            round_weights(model, rounding(runs[0].width(), stored, dtype))
         runs.append(inner.answers())
         del model, inner
     outputs, hidden = _differences(*runs)
@@ -199,56 +209,6 @@ def verify(
 
 
 # -- running a model ------------------------------------------------------------------------------
-
-
-@contextmanager
-def _progress(shown: bool) -> Iterator[None]:
-    """Show the progress bars of transformers, or not."""
-    before = logging.is_progress_bar_enabled()
-    (logging.enable_progress_bar if shown else logging.disable_progress_bar)()
-    yield
-    (logging.enable_progress_bar if before else logging.disable_progress_bar)()
-
-
-def _load(checkpoint: Checkpoint, options: MergeOptions, dtype: torch.dtype) -> PreTrainedModel:
-    """Load a model as the class that its configuration names.
-
-    Raises
-    ------
-    RotationError
-        If it cannot be loaded, or a tensor is missing that transformers would draw at random.
-    """
-    folder, trust = checkpoint.index.base_path, options.trust_remote_code
-    try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=trust)
-        config._attn_implementation = config._experts_implementation = "eager"
-        model, found = _class(config, checkpoint.model_class).from_pretrained(
-            folder, config=config, dtype=dtype, trust_remote_code=trust, output_loading_info=True
-        )
-    except RotationError:
-        raise
-    except Exception as problem:
-        raise RotationError(
-            f"{checkpoint.model}: transformers cannot load it ({_line(problem)})"
-        ) from problem
-    if found["missing_keys"]:
-        raise RotationError(
-            f"{checkpoint.model}: {min(found['missing_keys'])} is missing, and transformers draws "
-            "it at random; fetch or save the model again"
-        )
-    result: PreTrainedModel = model.eval().to(options.device or "cpu")
-    return result
-
-
-def _class(config: Any, name: str) -> Any:
-    """Return the class of a model, of transformers or of code that comes with the model."""
-    found = getattr(transformers, name, None)
-    if found is not None:
-        return found
-    for auto, path in (getattr(config, "auto_map", None) or {}).items():
-        if str(path).rpartition(".")[2] == name and hasattr(transformers, auto):
-            return getattr(transformers, auto)
-    raise RotationError(f"transformers has no class {name}, and the model brings no code for it")
 
 
 class _Runner:
@@ -276,17 +236,17 @@ class _Runner:
         """
         outputs: dict[str, list[torch.Tensor]] = {}
         hidden: dict[str, list[torch.Tensor]] = {}
-        name = self.checkpoint.model
+        name = str(self.checkpoint.model)
         for batch in tqdm(self.batches, desc=f"Running {name}", disable=self.quiet):
             result = self._run(batch)
             for found, parts in ((_outputs(result), outputs), (_hidden(result), hidden)):
                 for key, tensor in found.items():
                     parts.setdefault(key, []).append(tensor.cpu())
         if not outputs:
-            raise RotationError(f"{name}: {type(self.model).__name__} returns no logits")
+            raise Unrun(name, f"{type(self.model).__name__} returns no logits")
         answers = Answers(*({k: torch.cat(p) for k, p in s.items()} for s in (outputs, hidden)))
         if not all(bool(tensor.isfinite().all()) for tensor in answers.outputs.values()):
-            raise RotationError(f"{name}: its outputs hold NaN or Inf; the model is damaged")
+            raise Unrun(name, "its outputs hold NaN or Inf; the model is damaged")
         return answers
 
     def _run(self, batch: Batch) -> Any:
@@ -299,9 +259,8 @@ class _Runner:
             with Float64() if self.dtype == torch.float64 else nullcontext():
                 return run(self.model, given | {"output_hidden_states": True})
         except Exception as problem:
-            raise RotationError(
-                f"{self.checkpoint.model}: cannot be run ({_line(problem)})"
-            ) from problem
+            text = f"cannot be run ({first_line(problem)})"
+            raise Unrun(str(self.checkpoint.model), text) from problem
 
 
 @contextmanager
@@ -329,15 +288,6 @@ def _unseen(model: PreTrainedModel, used: Container[int]) -> list[str]:
     return found
 
 
-def _round(model: PreTrainedModel, size: float) -> None:
-    """Change every weight by a random share of itself, uniform up to a size."""
-    with torch.no_grad():
-        for seed, parameter in enumerate(model.parameters()):
-            generator = torch.Generator(parameter.device).manual_seed(seed)
-            noise = torch.rand(parameter.shape, generator=generator, device=parameter.device)
-            parameter.mul_(1 + size * (2 * noise.to(parameter.dtype) - 1))
-
-
 def _outputs(result: Any) -> dict[str, torch.Tensor]:
     tensors = {n: x for n, x in result.items() if isinstance(x, torch.Tensor)}
     logits = {n: x for n, x in tensors.items() if "logits" in n}
@@ -355,26 +305,11 @@ def _hidden(result: Any) -> dict[str, torch.Tensor]:
     return found
 
 
-def _stored(checkpoint: Checkpoint) -> torch.dtype:
-    """Return the coarsest dtype of the stored weights; of pickled ones what the config says."""
-    headers = [checkpoint.header(name) for name in checkpoint.index.tensor_paths]
-    found = {FLOATING[entry[1]] for entry in headers if entry is not None and entry[1] in FLOATING}
-    if not found:
-        found = {getattr(checkpoint.config, "dtype", None) or torch.float32}
-    return max(found, key=lambda dtype: torch.finfo(dtype).eps)
-
-
 # -- inputs ---------------------------------------------------------------------------------------
 
 
 def _vocabulary(config: Any) -> int | None:
     return getattr(config.get_text_config(), "vocab_size", None)
-
-
-def _length(config: Any, wanted: int) -> int:
-    """Return a length of rows that a model of few positions takes, too."""
-    limit = getattr(config.get_text_config(), "max_position_embeddings", None) or 2 * wanted
-    return max(1, min(wanted, limit // 2))
 
 
 def _read(text: Path, checkpoint: Checkpoint, options: MergeOptions) -> list[Batch]:
@@ -391,31 +326,19 @@ def _read(text: Path, checkpoint: Checkpoint, options: MergeOptions) -> list[Bat
         tokenizer = AutoTokenizer.from_pretrained(
             checkpoint.index.base_path, trust_remote_code=options.trust_remote_code
         )
-        length = _length(checkpoint.config, TEXT_LENGTH)
-        content = text.read_text(encoding="utf-8")[: 32 * TEXT_ROWS * length]
-        ids = torch.tensor(tokenizer(content)["input_ids"], dtype=torch.long)
+        length = row_length(checkpoint.config, TEXT_LENGTH)
+        rows = read_rows(text, tokenizer, length, TEXT_ROWS)
+    except RotationError:
+        raise
     except Exception as problem:
         raise RotationError(
-            f"{checkpoint.model}: {text} cannot be read by its tokenizer ({_line(problem)}); leave "
-            "out --text for random tokens"
+            f"{checkpoint.model}: {text} cannot be read by its tokenizer ({first_line(problem)}); "
+            "leave out --text for random tokens"
         ) from problem
-    rows = ids[: len(ids) // length * length].view(-1, length)[:TEXT_ROWS]
-    if not len(rows):
-        raise RotationError(f"{text}: has {len(ids)} tokens, and {length} are needed")
     return [{"input_ids": row[None], "attention_mask": torch.ones_like(row[None])} for row in rows]
 
 
 # -- comparing ------------------------------------------------------------------------------------
-
-
-def rounding(width: int, stored: torch.dtype, dtype: torch.dtype) -> float:
-    """Return by which share of itself a weight may be off.
-
-    Rounding to the stored dtype changes it by up to eps / 2. The rounding errors of a sum over the
-    width in the dtype of the computation are independent of one another and add up to eps times
-    the root of the width, half of which either model stands for.
-    """
-    return (torch.finfo(stored).eps + torch.finfo(dtype).eps * width**0.5) / 2
 
 
 def _differences(
@@ -462,7 +385,3 @@ def _relative(x: torch.Tensor, y: torch.Tensor) -> tuple[float, float]:
 
 def _name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
-
-
-def _line(problem: Exception) -> str:
-    return next(iter(str(problem).strip().splitlines()), type(problem).__name__)

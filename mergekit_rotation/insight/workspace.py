@@ -12,6 +12,8 @@ from torch.utils._pytree import tree_leaves
 
 from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.symmetry import Orthogonal, Pattern, working_dtype
+from mergekit_rotation.symmetry.nearest import ENTRIES, FIRST
+from mergekit_rotation.symmetry.neurons import MANY
 
 _DOUBLE = 8
 
@@ -28,6 +30,8 @@ class Cost:
         The same where no neuron resembles any other, and a full assignment is solved.
     products : float
         Multiplications and additions of matrix products.
+    unlike : float
+        What is added to these where no neuron resembles any other.
     passes : float
         Bytes that elementwise steps read.
     factors : float
@@ -39,6 +43,7 @@ class Cost:
     memory: int = 0
     most: int = 0
     products: float = 0.0
+    unlike: float = 0.0
     passes: float = 0.0
     factors: float = 0.0
     assignment: int = 0
@@ -66,8 +71,8 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0
     largest = max(legs.values())
     entries = sum(legs.values())
     rotated = spec.query_key is not None
-    # `_move`: the image, the reference, and two temporaries of their difference, in `work`.
-    moving = largest * width * (3 + (2 if raised else 0) + (1 if rotated else 0))
+    # `_move`: the image, the reference or what is subtracted from it, the difference, its square.
+    moving = largest * width * (4 if rotated else 3) + (largest * width // 2 if raised else 0)
     passes = float(entries * width * 12)
     if spec.expert_groups:
         neurons = sizes["f"]
@@ -82,14 +87,18 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0
         )
     if spec.query_key is None:
         neurons = sizes["f"]
-        scores = neurons**2 * width
-        signs = 3 * largest * width  # rows in their new order, and their products
-        memory = max(scores + (2 * largest * width if raised else 0), signs)
-        most = max(memory, scores + 2 * neurons**2 * _DOUBLE)  # scipy's copy, and its negative
+        scores = neurons**2 * width + (2 * largest * width if raised else 0)
+        most = max(scores, neurons**2 * (width + 2 * _DOUBLE))  # scipy's copy, and its negative
+        every = 2.0 * neurons * entries
+        few = 2.0 * neurons**2 * FIRST
+        looked = scores
+        if neurons >= MANY:  # a few columns of each side, and their products block by block
+            looked = 4 * neurons * FIRST * width + 3 * ENTRIES["cpu"] * width
         return Cost(
-            max(memory - returned, moving),
-            max(most - returned, moving),
-            products=2.0 * neurons * entries,
+            max(looked - returned, moving),
+            max(looked - returned, most - returned, moving),
+            products=few if neurons >= MANY else every,
+            unlike=every if neurons >= MANY else 0.0,
             passes=passes,
             assignment=neurons,
         )
@@ -123,7 +132,7 @@ def solver_cost(solver: Any) -> Cost:
     with_stream = solver.residual != "none"
     candidates = 2 if with_stream else 1
     memory = most = 0
-    products = passes = factors = 0.0
+    products = unlike = passes = factors = 0.0
     assignment = 0
     size = solver.sizes.get("e", 0)
     for pair in solver.pairs:
@@ -138,13 +147,14 @@ def solver_cost(solver: Any) -> Cost:
             memory = max(memory, held + cost.memory)
             most = max(most, held + cost.most)
             products += candidates * cost.products + (4.0 * group / 4 * size if with_stream else 0)
+            unlike += candidates * cost.unlike
             passes += candidates * (cost.passes or 6.0 * group)
             factors += candidates * cost.factors
             assignment = max(assignment, cost.assignment)
     if with_stream:
         memory, most = (max(x, 8 * size**2 * _DOUBLE) for x in (memory, most))
         factors += 20.0 * size**3 if solver.residual == "orthogonal" else 0.0
-    return Cost(memory, most, products, passes, factors, assignment)
+    return Cost(memory, most, products, unlike, passes, factors, assignment)
 
 
 class Allocations(TorchDispatchMode):

@@ -265,7 +265,7 @@ class Subject:
         Raises
         ------
         ProofError
-            If a tensor does not have the width of the stream.
+            If a tensor does not have the width of the stream, or a norm is missing.
         """
         state = dict(self.state)
         for index in (*range(layer_count(self.config)), None):
@@ -278,6 +278,8 @@ class Subject:
                     brought = fold and any(reader in tensors for reader in readers)
                     reference = layout.norm(norm, others) if brought else None
                     targets[norm] = target_norm(layout.norm(norm, tensors), reference, stream)
+                elif present := [reader for reader in readers if reader in tensors]:
+                    raise ProofError(f"{norm}: the model has no such norm for {present[0]} to read")
             coordinates = into_stream(tensors, tensors, layout, stream)
             result = out_of_stream(coordinates, tensors, tensors, layout, stream, targets)
             state |= {self.name(t, index): x for t, x in result.items() if t != forget}

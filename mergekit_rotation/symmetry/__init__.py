@@ -45,7 +45,12 @@ from mergekit_rotation.symmetry.groups import (
 )
 from mergekit_rotation.symmetry.neurons import NeuronLayout, solve_neurons
 from mergekit_rotation.symmetry.norms import Norm, target_norm
-from mergekit_rotation.symmetry.precision import all_finite, full_precision, working_dtype
+from mergekit_rotation.symmetry.precision import (
+    all_finite,
+    full_precision,
+    product_dtype,
+    working_dtype,
+)
 from mergekit_rotation.symmetry.scaling import (
     best_scale,
     same_products,
@@ -122,6 +127,7 @@ __all__ = [
     "linear_assignment",
     "moves",
     "out_of_stream",
+    "product_dtype",
     "rotary_pairs",
     "solve_attention",
     "base_axis",

@@ -7,13 +7,21 @@ from scipy.optimize import linear_sum_assignment
 from scipy.sparse import coo_array
 from scipy.sparse.csgraph import connected_components
 
+from mergekit_rotation.symmetry.sparse import sparse_assignment
+
+#: rows from which on few entries of the scores are tried first, and how far from the optimum,
+#: relatively, an assignment of this size may be
+MANY, GAP = 1024, 1e-4
+
 
 def linear_assignment(score: torch.Tensor) -> torch.Tensor:
     """Return the permutation p that maximises sum_i score[i, p(i)].
 
     Where the largest entry of every row lies in a column of its own, that choice attains the sum
     of the row maxima, an upper bound of every assignment, and is returned without solving
-    anything. Otherwise the linear assignment problem is solved exactly.
+    anything. Otherwise the linear assignment problem is solved: from `MANY` rows on by few of the
+    entries, if what that gives is certified to reach the optimum but for a share of `GAP`, and
+    exactly otherwise.
 
     Parameters
     ----------
@@ -39,6 +47,10 @@ def linear_assignment(score: torch.Tensor) -> torch.Tensor:
     if torch.unique(best).numel() == n:
         return best
     try:
+        if n >= MANY:
+            found = sparse_assignment(score, GAP)
+            if found.gap <= GAP:
+                return found.index
         _, columns = linear_sum_assignment(score.detach().cpu().numpy(), maximize=True)
     except ValueError as problem:
         raise torch.linalg.LinAlgError(f"no assignment: {problem}") from problem

@@ -93,7 +93,7 @@ def solve_attention(
     References
     ----------
     "Beyond the Permutation Symmetry of Transformers: The Role of Rotation for Model Fusion",
-    arXiv 2502.00264, section 3 (rotations in closed form, one per head).
+    arXiv 2502.00264 (rotations in closed form, one per head).
     """
     if not any(name in reference and name in other for name in layout.patterns):
         return ()

@@ -178,7 +178,7 @@ class Orthogonal(Group):
     ----------
     Schoenemann, "A generalized solution of the orthogonal Procrustes problem", Psychometrika 31,
     1966, doi:10.1007/BF02289451. "Beyond the Permutation Symmetry of Transformers", arXiv
-    2502.00264, section 3.
+    2502.00264.
     """
 
     n: int

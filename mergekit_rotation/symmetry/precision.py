@@ -14,6 +14,29 @@ def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
     return torch.float64 if torch.float64 in dtypes else torch.float32
 
 
+def product_dtype(*tensors: torch.Tensor) -> torch.dtype:
+    """Return the dtype in which products of entries are summed.
+
+    It is `working_dtype`, and float64 where float32 could not hold the sums: squares of entries
+    above 2^48 overflow once 2^31 are added, and where no entry of a tensor reaches 2^-48, those
+    of entries smaller by the precision of float32 lie below its smallest number.
+
+    Parameters
+    ----------
+    *tensors : Tensor
+        Floating point, any shape. Zeros alone, NaN and Inf ask for nothing.
+    """
+    work = working_dtype(*(x.dtype for x in tensors))
+    return work if all(map(_squares_fit, tensors)) else torch.float64
+
+
+def _squares_fit(x: torch.Tensor) -> bool:
+    if x.dtype in (torch.float16, torch.float64) or x.numel() == 0 or x.is_meta:
+        return True
+    largest = float(torch.stack(torch.aminmax(x)).abs().amax())
+    return not (0 < largest < 2.0**-48 or 2.0**48 < largest < float("inf"))
+
+
 def all_finite(x: torch.Tensor) -> bool:
     """Tell whether a floating-point tensor holds neither NaN nor Inf.
 
@@ -24,13 +47,28 @@ def all_finite(x: torch.Tensor) -> bool:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Run float32 matrix products in float32 (no TF32, no bfloat16 passes)."""
+    """Run float32 matrix products in float32 (no TF32, no bfloat16 passes).
+
+    And sum those of bfloat16 in float32 on a GPU, too.
+    """
     before = torch.get_float32_matmul_precision()
+    settings = torch.backends.cuda.matmul
+    reduced = settings.allow_bf16_reduced_precision_reduction
     torch.set_float32_matmul_precision("highest")
+    settings.allow_bf16_reduced_precision_reduction = False
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
+        settings.allow_bf16_reduced_precision_reduction = reduced
+
+
+def has_matrix_units(device: torch.device) -> bool:
+    """Tell whether products in bfloat16 are several times faster than in float32 here."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
+    return device.type == "cpu" and tiles is not None and bool(tiles())
 
 
 @contextmanager

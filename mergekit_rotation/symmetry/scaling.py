@@ -25,6 +25,9 @@ from mergekit_rotation.symmetry.precision import working_dtype
 Tensors = Mapping[str, torch.Tensor]
 Solver = Callable[[Tensors, Tensors], Transformation]
 
+#: Rounding error of a squared distance, added up in float64, as a share of the squares.
+SUMS = 16 * torch.finfo(torch.float64).eps
+
 #: How often rotation and scale of a head are improved in turn; the gain falls geometrically.
 SWEEPS = 16
 
@@ -179,7 +182,7 @@ def _fitted(
             square = products.other.diagonal(dim1=-2, dim2=-1).sum((0, -1))
             for k, freedom in enumerate((len(group.cells), group.freedom + group.stretches), 1):
                 needed[k] = chance_share(freedom, entries) * distances[0].clamp(min=0)
-                needed[k] += torch.finfo(stored).eps ** 2 / 12 * square
+                needed[k] += (torch.finfo(stored).eps ** 2 / 12 + SUMS) * square
         pays = distances[0] - distances >= needed
         choice = torch.where(pays, distances, torch.inf).argmin(0)
         if not bool(choice.any()):
@@ -284,9 +287,9 @@ def solve_scaled_neurons(
         one, two = _overlaps(reference, reference, layout, per)
         distance = (one + two + p + q - 2 * u - 2 * v).clamp(min=0)
         entries = sum(x.numel() for x in reference.values()) // factor.numel()
-        # Rounding: that of numbers in the other model's dtype, and that of the sums in float64.
+        # Rounding: that of numbers in the other model's dtype, and of the gain's terms in float64.
         eps = max(torch.finfo(x.dtype).eps for x in other.values())
-        cost = chance_share(1, entries) * distance + eps**2 * (p + q)
+        cost = chance_share(1, entries) * distance + (eps**2 + SUMS) * (p + q)
         factor = torch.where(gain > cost, factor, torch.ones_like(factor))
         scaling = (Scale("f", factor, per),) if bool((factor != 1).any()) else ()
         total = _distance(reference, _moved(scaling, moved, layout), layout)

@@ -14,7 +14,7 @@ from mergekit_rotation.symmetry.assignment import linear_assignment
 from mergekit_rotation.symmetry.axes import Pattern
 from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.groups import Orthogonal, OrthogonalFixingOnes
-from mergekit_rotation.symmetry.precision import all_finite
+from mergekit_rotation.symmetry.precision import all_finite, product_dtype
 
 #: the stream itself, and the same coordinates read by a tied head
 STREAM_AXES = ("e", "t")
@@ -112,7 +112,7 @@ def cross_gram(
     gram = torch.zeros(size, size, dtype=torch.float64)
     noise = 0.0
     for reference, other, dim, weight in legs:
-        work = torch.promote_types(torch.promote_types(reference.dtype, other.dtype), torch.float32)
+        work = product_dtype(reference, other)
         x, y = (z.movedim(dim, -1).reshape(-1, size) for z in (reference, other))
         square = [0.0, 0.0]
         for start in range(0, len(x), rows):

@@ -242,9 +242,14 @@ MISTAKES = {
     "method": ({"merge_method": "rotation_tie"}, ["did you mean 'rotation_ties'"]),
     "no base": ({"merge_method": "rotation_ties"}, ["requires a base"]),
     "no tokenizer": ({"tokenizer_source": "union"}, ["REFERENCE: cannot load its tokenizer"]),
+    "chat template": ({"chat_template": "chatlm"}, ["chat_template: 'chatlm' is neither"]),
     "tokenizer twice": ({"tokenizer_source": "base", "tokenizer": {}}, ["Cannot specify both"]),
     "adapter alone": ({"models": [{"model": "ADAPTER"}]}, ["ADAPTER: is an adapter"]),
     "no adapter": ({"models": [{"model": "REFERENCE+./none"}]}, ["./none: there is no such"]),
+    "nowhere to merge an adapter": (
+        {"models": [{"model": "REFERENCE+ADAPTER"}]},
+        ["REFERENCE+ADAPTER: an adapter is merged", "--lora-merge-cache FOLDER"],
+    ),
     "another architecture": (
         {"base_model": "GPT2", "merge_method": "rotation_ties"},
         ["different architectures"],

@@ -17,7 +17,7 @@ import tiny
 from mergekit_rotation.cli import main
 from mergekit_rotation.graph.tasks import CheckedLoad
 from mergekit_rotation.graph.verdict import THRESHOLDS, VERDICTS, Evidence, judge
-from merging import Twins, changed_copy, config, merged, weights
+from merging import Twins, changed_copy, config, merged, save_adapter, weights
 
 QUICKSTART = Path(__file__).parents[2] / "recipes" / "quickstart"
 CASES = ["llama", "gpt2", "qwen3_moe", "bert"]
@@ -260,6 +260,42 @@ def test_errors_are_one_sentence(tmp_path):
     damaged = changed_copy(tmp_path / "a", tmp_path / "b", lambda state: _nan(state))
     result = run("compare", tmp_path / "a", damaged)
     assert result.exit_code == 1 and "NaN" in result.output and result.output.count("\n") == 1
+
+
+def test_what_cannot_be_done_is_refused_before_models_are_read(tmp_path):
+    (tmp_path / "file").touch()
+    absent = tmp_path / "absent" / "x.json"
+    for arguments, why in (
+        (("no", tmp_path / "file"), f"{tmp_path / 'file'} is a file; name the folder"),
+        (("no", "models", "--json", absent), f"there is no folder {absent.parent}"),
+        (("no", "no/"), "a model is named twice"),
+    ):
+        result = run("compare", *arguments)
+        assert result.exit_code == 2 and why in result.output, result.output
+    result = run("compare", "no/model", tmp_path)
+    assert result.exit_code == 1 and "no/model: there is no such folder" in result.output
+
+
+def test_models_of_several_modules_are_told_what_aligns_them(tmp_path):
+    models = [tmp_path / name for name in "ab"]
+    for model in models:
+        tiny.save(tiny.build("t5"), model)
+    result = run("compare", *models)
+    assert result.exit_code == 1 and result.output.count("\n") == 1
+    assert "several modules (encoder, decoder)" in result.output
+    assert "rotation_* methods align each module" in result.output
+
+
+def test_a_model_with_an_adapter_is_compared(tmp_path):
+    """Twice: what mergekit merged into a folder that is gone must not be looked for there."""
+    model = tiny.build("llama")
+    tiny.save(model, tmp_path / "a")
+    save_adapter(model, tmp_path / "adapter")
+    for _ in range(2):
+        data, _ = compared(tmp_path, tmp_path / "a", f"{tmp_path / 'a'}+{tmp_path / 'adapter'}")
+        assert data["verdict"] == "same-coordinates" and data["distance_before"] > 0
+        result = run("verify", tmp_path / "a", f"{tmp_path / 'a'}+{tmp_path / 'adapter'}")
+        assert result.exit_code == 1 and "they differ from layer 0 on" in result.output
 
 
 def _nan(state):

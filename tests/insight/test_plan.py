@@ -193,7 +193,7 @@ def test_a_chat_template_that_fails_at_the_end_of_the_merge(twins, tmp_path):
     for command in (planned, merge):
         result = command({**raw, "chat_template": "nonsense"}, tmp_path / "out")
         assert result.exit_code == 1
-        assert "Invalid chat template: nonsense" in result.output
+        assert "chat_template: 'nonsense' is neither" in result.output
 
 
 def test_an_adapter_is_not_merged(twins, tmp_path):
@@ -205,7 +205,7 @@ def test_an_adapter_is_not_merged(twins, tmp_path):
     assert data["disk"]["adapters"] == sizes(twins.reference)[0] + _header(twins.reference)
     assert not (tmp_path / "cache").exists()
     for command in (planned, merge):
-        assert "Need to specify cache dir" in command(raw, tmp_path / "out").output
+        assert "--lora-merge-cache FOLDER" in command(raw, tmp_path / "out").output
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
     assert planned(raw, tmp_path / "out", *cache).exit_code == 1
 

@@ -11,7 +11,6 @@ import torch
 from click.testing import CliRunner
 from mergekit.options import MergeOptions
 
-import scramble_stream
 import tiny
 from mergekit_rotation.cli import main
 from mergekit_rotation.insight import verify as verifying
@@ -77,14 +76,7 @@ def test_a_change_of_one_percent_is_seen_where_it_is(case, part, place, tmp_path
 
 def test_a_stream_in_other_coordinates_is_told_from_another_function(tmp_path):
     twins = Twins("llama", tmp_path)
-
-    def change(state):
-        cfg = twins.model.config
-        return scramble_stream.scramble_stream(state, cfg, "llama", "orthogonal", seed=5)
-
-    other = changed_copy(twins.reference, tmp_path / "other", change)
-    file = other / "config.json"
-    file.write_text(json.dumps({**json.loads(file.read_text()), "tie_word_embeddings": False}))
+    other = twins.turned(tmp_path / "other")
     code, data, output = verified(tmp_path, twins.reference, other)
     assert code == 0 and data["stream"] == "other" and data["apart_from"] == "embeddings"
     assert "in other coordinates" in output
@@ -135,7 +127,7 @@ def test_what_is_not_run_is_said(tmp_path):
 def test_one_model_is_in_memory_at_a_time(tmp_path, monkeypatch):
     tiny.save(tiny.build("llama"), tmp_path / "a")
     alive = []
-    load = verifying._load
+    load = verifying.load
 
     def counted(*arguments):
         assert not [model for model in alive if model() is not None]
@@ -143,7 +135,7 @@ def test_one_model_is_in_memory_at_a_time(tmp_path, monkeypatch):
         alive.append(weakref.ref(model))
         return model
 
-    monkeypatch.setattr(verifying, "_load", counted)
+    monkeypatch.setattr(verifying, "load", counted)
     answer = verifying.verify(*2 * [str(tmp_path / "a")], MergeOptions(quiet=True))
     assert answer.same and len(alive) == 2
 
@@ -158,7 +150,7 @@ def test_what_cannot_be_told_is_an_error_of_its_own(tmp_path):
     short.write_text("t1")
     small = QUICKSTART / "model"
     for arguments, word in (
-        ((tmp_path / "a", tmp_path / "nothing"), "cannot be read as a model"),
+        ((tmp_path / "a", tmp_path / "nothing"), "there is no such folder"),
         ((tmp_path / "a", lacking), "is missing, and transformers draws it at random"),
         ((tmp_path / "a", damaged), "NaN"),
         ((tmp_path / "a", tmp_path / "a", "--text", text), "cannot be read by its tokenizer"),

@@ -225,6 +225,12 @@ def test_a_misspelt_tensor():
     assert "q_porj.weight: layer 0 of the model has no such tensor" in report.trouble
 
 
+def test_a_norm_that_the_model_does_not_have():
+    wrong = json.loads(json.dumps(data("llama")).replace("input_layernorm", "input_layer_norm"))
+    (report,) = only(wrong)
+    assert "input_layer_norm.weight: the model has no such norm" in report.trouble
+
+
 def test_models_that_read_something_else_and_classes_that_are_not_there():
     other = data("llama")
     other["models"] = {"wav2vec2": ["Wav2Vec2ForCTC", "Wav2Vec2ForNothing"]}

@@ -57,17 +57,40 @@ def _repeated(x: torch.Tensor) -> torch.Tensor:
     return u @ vh
 
 
+def _permutation(x: torch.Tensor) -> torch.Tensor:
+    """Rows of the identity in the order of the first column; zeros where there are too many."""
+    eye = torch.eye(x.shape[-2], x.shape[-1], dtype=x.dtype)
+    return eye[x[..., 0].argsort(-1)]
+
+
+def _ill_conditioned(x: torch.Tensor) -> torch.Tensor:
+    """Singular values that fall evenly to 1e-12 of the largest."""
+    u, s, vh = torch.linalg.svd(x, full_matrices=False)
+    return (u * torch.logspace(0, -12, s.shape[-1], dtype=x.dtype)) @ vh
+
+
 #: what becomes of a generic matrix or batch of matrices
 KINDS = {
     "generic": lambda x: x,
     "low rank": _low_rank,
     "zero": torch.zeros_like,
     "repeated singular values": _repeated,
+    "permutation": _permutation,
+    "ill-conditioned": _ill_conditioned,
     "signs": torch.sign,
     "huge": lambda x: 1e30 * x,
     "small": lambda x: 1e-30 * x,
 }
 ANY_KIND = st.sampled_from(sorted(KINDS))
+#: with a dtype in which the squares of the numbers neither overflow nor vanish
+ANY_KIND_AND_DTYPE = st.sampled_from(
+    [(kind, DOUBLE) for kind in sorted(KINDS)]
+    + [
+        (kind, dtype)
+        for kind in sorted(KINDS.keys() - {"huge", "small"})
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+)
 
 
 def matrices(kind: str, seed: int, *shape: int) -> torch.Tensor:

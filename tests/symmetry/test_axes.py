@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from laws import LAW, SEEDS, rng
-from mergekit_rotation.symmetry import Pattern, PatternError, SymmetryError
+from mergekit_rotation.symmetry import Pattern, PatternError, SymmetryError, base_axis
 
 SIZES = {"kv": 2, "g": 3, "qk": 4, "vo": 5, "e": 7, "f": 6}
 
@@ -131,3 +131,65 @@ def test_fused_columns_by_hand():
     key, value = Pattern.parse("e [(kv qk) | (kv vo)]").split(tensor, sizes)
     assert key.tensor.tolist() == [[[0], [1]], [[6], [7]]]
     assert value.tensor.tolist() == [[[2, 3], [4, 5]], [[8, 9], [10, 11]]]
+
+
+# -- any pattern ------------------------------------------------------------------------------
+
+
+@st.composite
+def written_patterns(draw):
+    """Draw the parts of a pattern, and a text that says them with any white space."""
+    names = draw(st.permutations(["a", "b2", "c_", "d", "e", "f"]))
+    marks = st.tuples(st.sampled_from(["", "~"]), st.sampled_from(["", "^1", "^-1", "^-2"]))
+
+    def axis(pool):
+        sign, power = draw(marks)
+        return sign + pool.pop() + power
+
+    pool, dims, concat = list(names), [], draw(st.booleans())
+    for _ in range(draw(st.integers(1, 3))):
+        dims.append([axis(pool) for _ in range(draw(st.integers(1, min(2, len(pool)))))])
+        if not pool:
+            break
+    if concat and pool:  # its parts may name the same axes, but none that stands outside
+        parts = [
+            [axis(rest) for _ in range(draw(st.integers(1, len(pool))))]
+            for rest in (list(draw(st.permutations(pool))) for _ in range(draw(st.integers(1, 3))))
+        ]
+        place = draw(st.sampled_from(dims))
+        place.insert(draw(st.integers(0, len(place))), parts)
+    space = st.sampled_from(["", " ", "  "])
+
+    def text_of(factor):
+        if isinstance(factor, str):
+            return factor
+        parts = (part[0] if len(part) == 1 else f"({' '.join(part)})" for part in factor)
+        return "[" + "|".join(f"{draw(space)}{part}{draw(space)}" for part in parts) + "]"
+
+    words = [" ".join(map(text_of, dim)) for dim in dims]
+    plain = [word if len(dim) == 1 else f"({word})" for word, dim in zip(words, dims, strict=True)]
+    return dims, draw(space) + " ".join(plain) + draw(space)
+
+
+@LAW
+@given(drawn=written_patterns(), seed=SEEDS, extents=st.tuples(*[st.integers(1, 3)] * 6))
+def test_any_pattern_says_where_every_number_goes(drawn, seed, extents):
+    dims, text = drawn
+    pattern = Pattern.parse(text)
+    read = [
+        [f if isinstance(f, str) else [list(p) for p in f.parts] for f in d] for d in pattern.dims
+    ]
+    assert read == dims
+    sizes = dict(zip(["a", "b2", "c_", "d", "e", "f"], extents, strict=True))
+    x = torch.randn(pattern.shape(sizes), generator=rng(seed))
+    pieces = pattern.split(x, sizes)
+    for piece, axes, powers in zip(pieces, pattern.pieces, pattern.powers, strict=True):
+        assert piece.axes == axes and piece.powers == powers
+        assert piece.tensor.shape == tuple(sizes[base_axis(name)] for name in axes)
+    assert torch.equal(pattern.join([piece.tensor for piece in pieces], sizes), x)
+    again = pattern.split(pattern.join([2 * piece.tensor for piece in pieces], sizes), sizes)
+    for once, twice in zip(pieces, again, strict=True):
+        assert torch.equal(2 * once.tensor, twice.tensor)
+    for piece in pieces:  # views: what is written there is written into the tensor
+        piece.tensor.zero_()
+    assert not x.any()

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from laws import (
     ANY_KIND,
+    ANY_KIND_AND_DTYPE,
     DOUBLE,
     LAW,
     SEEDS,
@@ -478,3 +479,50 @@ def test_inputs_are_left_alone():
     before = [{n: t.clone() for n, t in side.items()} for side in (reference, other)]
     solve_experts(reference, other, layout)
     assert all(equal(kept, side) for kept, side in zip(before, (reference, other), strict=True))
+
+
+# -- whatever the weights are -----------------------------------------------------------------
+
+ANY_LAYOUT = st.builds(
+    lambda form, x, f, groups: (form, mixture(form, x=x * groups, f=f, e=4, groups=groups)),
+    st.sampled_from(sorted(FORMS)),
+    st.integers(1, 3),
+    st.integers(1, 5),
+    st.integers(1, 2),
+)
+
+
+@pytest.mark.parametrize("value", [0.0, 2.0**60])
+@LAW
+@given(drawn=ANY_LAYOUT, seed=SEEDS, kind=ANY_KIND_AND_DTYPE)
+def test_a_copy_stays_bit_by_bit(value, drawn, seed, kind):
+    _, layout = drawn
+    x = tensors(layout, seed, kind[1], kind[0])
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "AFFORDABLE", value)
+        assert equal(aligned(layout, x, {name: t.clone() for name, t in x.items()}), x)
+
+
+@LAW
+@given(drawn=ANY_LAYOUT, seed=SEEDS, kind=ANY_KIND_AND_DTYPE)
+def test_a_scrambled_copy_of_any_kind_comes_back(drawn, seed, kind):
+    """Up to what rounding hides: scores are sums of squares, so it is the root of their error."""
+    form, layout = drawn
+    x = tensors(layout, seed, kind[1], kind[0])
+    other = moved(layout, inverse(draw_motion(form, layout, seed)), x)
+    after = distance(x, aligned(layout, x, other))
+    work = torch.float32 if kind[1] == torch.bfloat16 else kind[1]
+    assert after <= tolerance(count(x), work) ** 0.5 * length(x)
+
+
+@LAW
+@given(drawn=ANY_LAYOUT, seed=SEEDS, kind=ANY_KIND_AND_DTYPE)
+def test_motions_of_experts_are_a_group_that_loses_no_bit(drawn, seed, kind):
+    form, layout = drawn
+    x = tensors(layout, seed, kind[1], kind[0])
+    first, second = (draw_motion(form, layout, seed + k) for k in (1, 2))
+    there = moved(layout, first, x)
+    assert equal(moved(layout, inverse(first), there), x)
+    assert equal(moved(layout, second, there), moved(layout, first + second, x))
+    back = moved(layout, inverse(first + second), moved(layout, second, there))
+    assert equal(back, x)

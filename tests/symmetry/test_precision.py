@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from mergekit_rotation.symmetry import all_finite, full_precision, working_dtype
+from mergekit_rotation.symmetry import all_finite, full_precision, product_dtype, working_dtype
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -13,6 +13,23 @@ def test_working_dtype():
     for dtype in LOW:
         assert working_dtype(dtype) == working_dtype(dtype, *LOW) == torch.float32
         assert working_dtype(dtype, torch.float64) == torch.float64
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_products_are_taken_in_float64_where_float32_cannot_hold_them(dtype):
+    one = torch.tensor([0.0, -1.0, 1e-3]).to(dtype)
+    assert product_dtype() == product_dtype(one) == torch.float32
+    assert product_dtype(one, one.double()) == torch.float64
+    for nothing in (torch.zeros(3), torch.zeros(0), torch.tensor([float("nan"), float("inf")])):
+        assert product_dtype(nothing.to(dtype)) == torch.float32
+    if dtype == torch.float16:  # which cannot be that large or small
+        assert product_dtype(one * torch.finfo(dtype).max) == torch.float32
+        assert product_dtype(one * torch.finfo(dtype).smallest_normal) == torch.float32
+        return
+    for factor in (2.0**48, 2.0**-48):
+        assert product_dtype(one * factor) == torch.float32
+    for factor in (2.0**49, 2.0**-49, torch.finfo(dtype).max):
+        assert product_dtype(one, one * factor) == torch.float64
 
 
 def test_full_precision_is_put_back():

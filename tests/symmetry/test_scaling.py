@@ -5,11 +5,30 @@ from functools import partial
 import pytest
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
-from laws import DOUBLE, LAW, PAIRINGS, SEEDS, rng
+from laws import (
+    ANY_KIND,
+    ANY_KIND_AND_DTYPE,
+    DOUBLE,
+    LAW,
+    PAIRINGS,
+    SEEDS,
+    count,
+    distance,
+    draw_motion,
+    draw_tensors,
+    length,
+    move,
+    rng,
+)
+from laws import tolerance as rounding
 from mergekit_rotation.symmetry import (
+    AttentionLayout,
     DirectSum,
     ExpertLayout,
+    Linear,
+    NeuronLayout,
     Orthogonal,
     Pattern,
     Permute,
@@ -20,8 +39,12 @@ from mergekit_rotation.symmetry import (
     Signs,
     act,
     best_scale,
+    inverse,
     rotary_pairs,
+    solve_attention,
     solve_experts,
+    solve_neurons,
+    solve_scaled_attention,
     solve_scaled_neurons,
 )
 from mergekit_rotation.symmetry.groups import MAX_CONDITION
@@ -143,3 +166,145 @@ def test_scaled_experts_return():
     for name, x in origin.items():
         back = act(found, other[name], layout.patterns[name], layout.sizes)
         assert torch.allclose(back, x, rtol=64 * EPS, atol=0)
+
+
+# -- whole layouts ------------------------------------------------------------------------------
+
+HEADS = {
+    "q": "(kv g qk^1) e",
+    "q.bias": "(kv g qk^1)",
+    "k": "(kv qk^-1) e",
+    "v": "(kv vo^1) e",
+    "o": "e (kv g vo^-1)",
+}
+NEURONS = {
+    "gated": {"gate": "f e", "up": "~f^1 e", "up.bias": "~f^1", "down": "e ~f^-1"},
+    "relu": {"up": "f^1 e", "down": "e f^-1"},
+    "squared relu": {"up": "f^1 e", "down": "e f^-2"},
+    "experts": {"router": "x e", "in": "x [f | ~f^1] e", "out": "x e ~f^-1"},
+}
+
+
+def patterns(texts):
+    return {name: Pattern.parse(text) for name, text in texts.items()}
+
+
+def scaled_groups(size):
+    """Groups of queries and keys that allow for scaling, of 2 or 4 dimensions."""
+    pairs = rotary_pairs(size, "half")
+    return {
+        "orthogonal": Orthogonal(size),
+        "rotary": PlaneRotations(size, pairs),
+        "partial": DirectSum((PlaneRotations(2, ((0, 1),)), Orthogonal(size - 2)))
+        if size > 2
+        else PlaneRotations(2, ((0, 1),)),
+    }
+
+
+@st.composite
+def layouts(draw):
+    """Draw a layout with exponents, and its solver without and with scaling."""
+    name = draw(st.sampled_from(["heads", *NEURONS]))
+    if name == "heads":
+        group = scaled_groups(draw(st.sampled_from([2, 4])))[
+            draw(st.sampled_from(["orthogonal", "rotary", "partial"]))
+        ]
+        vo = Orthogonal(draw(st.integers(1, 3)))
+        sizes = {"kv": draw(st.integers(1, 3)), "g": draw(st.integers(1, 2)), "e": 16}
+        sizes |= {"qk": group.n, "vo": vo.n}
+        layout = AttentionLayout(patterns(HEADS), sizes, group, vo)
+        plain = partial(solve_attention, layout=layout)
+        return layout, plain, partial(solve_scaled_attention, layout=layout, solve=plain)
+    sizes = {"f": draw(st.integers(1, 6)), "e": 5}
+    if name == "experts":
+        layout = ExpertLayout(patterns(NEURONS[name]), sizes | {"x": draw(st.integers(1, 3))})
+        plain = partial(solve_experts, layout=layout)
+    else:
+        layout = NeuronLayout(patterns(NEURONS[name]), sizes)
+        plain = partial(solve_neurons, layout=layout)
+    return layout, plain, partial(solve_scaled_neurons, layout=layout, solve=plain)
+
+
+def solution(layout, solve, reference, other, dtype=DOUBLE):
+    more = {"stored": dtype} if isinstance(layout, AttentionLayout) else {}
+    return solve(reference, other, **more)
+
+
+def sided(layout, seed, kind="generic", dtype=DOUBLE):
+    drawn = draw_tensors(layout.patterns, layout.sizes, seed, kind)
+    return {name: x.to(dtype) for name, x in drawn.items()}
+
+
+def gauge(layout, seed):
+    """Draw an invertible map of condition 4 at most, as the group allows it, or factors."""
+    generator, sizes = rng(seed), layout.sizes
+    if not isinstance(layout, AttentionLayout):
+        shape = (sizes["x"], sizes["f"]) if "x" in sizes else (sizes["f"],)
+        factor = 0.5 + 1.5 * torch.rand(shape, dtype=DOUBLE, generator=generator)
+        return (Scale("f", factor, "x" if "x" in sizes else None),)
+    result = []
+    for axis, group in (("qk", layout.query_key), ("vo", layout.value_output)):
+        scale = torch.ones(sizes["kv"], group.n, dtype=DOUBLE)
+        for cell in group.cells:
+            drawn = 0.5 + 1.5 * torch.rand(sizes["kv"], 1, dtype=DOUBLE, generator=generator)
+            scale[:, list(cell)] = drawn
+        turn = group.sample(sizes["kv"], generator)
+        matrix = turn * scale[:, None, :]
+        result.append(Linear(axis, matrix, turn / scale[:, None, :], "kv"))
+    return tuple(result)
+
+
+def acted(layout, transformation, x):
+    return move(transformation, x, layout.patterns, layout.sizes)
+
+
+@LAW
+@given(drawn=layouts(), seed=SEEDS)
+def test_invertible_maps_act_as_a_group(drawn, seed):
+    layout, _, _ = drawn
+    x = sided(layout, seed)
+    first, second = gauge(layout, seed + 1), gauge(layout, seed + 2)
+    there = acted(layout, first, x)
+    # A map of condition c enlarges the rounding errors of n products c-fold: two, and squares.
+    atol = 4**4 * rounding(count(x)) * length(x)
+    assert distance(acted(layout, inverse(first), there), x) <= atol
+    assert distance(acted(layout, second, there), acted(layout, first + second, x)) <= atol
+
+
+@LAW
+@given(drawn=layouts(), seed=SEEDS, kind=ANY_KIND_AND_DTYPE)
+def test_nothing_is_found_for_a_copy(drawn, seed, kind):
+    layout, _, scaled = drawn
+    x = sided(layout, seed, *kind)
+    found = solution(layout, scaled, x, {name: t.clone() for name, t in x.items()}, kind[1])
+    assert found == ()
+
+
+@LAW
+@given(drawn=layouts(), seed=SEEDS, kind=ANY_KIND)
+def test_scaling_never_ends_farther_away(drawn, seed, kind):
+    layout, plain, scaled = drawn
+    pair = sided(layout, seed), sided(layout, seed + 1, kind)
+    for reference, other in (pair, pair[::-1]):
+        straight = distance(reference, acted(layout, plain(reference, other), other))
+        found = solution(layout, scaled, reference, other)
+        after = distance(reference, acted(layout, found, other))
+        atol = rounding(count(reference)) * (length(reference) + length(other))
+        assert after <= straight + atol <= distance(reference, other) + 2 * atol
+
+
+@LAW
+@given(drawn=layouts(), seed=SEEDS)
+def test_scrambled_and_scaled_copies_come_back(drawn, seed):
+    """Up to what rounding hides: the root of its share of a sum of squares."""
+    layout, _, scaled = drawn
+    x = sided(layout, seed)
+    change = gauge(layout, seed + 1)
+    if isinstance(layout, AttentionLayout):
+        change = (*draw_motion(layout, seed + 2), *change)
+    else:
+        order = torch.randperm(layout.sizes["f"], generator=rng(seed))
+        change = (Permute("f", order), *change)
+    other = acted(layout, change, x)
+    found = solution(layout, scaled, x, other)
+    assert distance(x, acted(layout, found, other)) <= rounding(count(x)) ** 0.5 * length(x)
