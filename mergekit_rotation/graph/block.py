@@ -122,7 +122,7 @@ class BlockSpec(BaseModel):
             return tensor
         layout = self.layout()
         assert isinstance(layout, AttentionLayout)
-        return without_gauge(tensor, name, layout)
+        return without_gauge(tensor.to(working_dtype(tensor.dtype)), name, layout)
 
     def solve(
         self, reference: Tensors, other: Tensors, stored: torch.dtype, where: str

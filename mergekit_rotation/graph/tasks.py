@@ -14,7 +14,12 @@ from mergekit_rotation.graph.block import BlockSpec
 from mergekit_rotation.graph.checkpoints import FLOATING
 from mergekit_rotation.graph.errors import RotationError, is_out_of_memory, one_line
 from mergekit_rotation.graph.motion import orders
-from mergekit_rotation.symmetry import Transformation, all_finite, full_precision, product_dtype
+from mergekit_rotation.symmetry import (
+    Transformation,
+    all_finite,
+    full_precision,
+    squared_distance,
+)
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -174,9 +179,8 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
             fixed = reference.get(leg.name)
             image = self.spec.move(transformation, leg.name, tensor)
             if fixed is not None:
-                work = product_dtype(tensor, fixed)
-                fixed = self.spec.seen(leg.name, fixed.to(work))
-                scale += float(fixed.square().sum())
+                fixed = self.spec.seen(leg.name, fixed)
+                scale += squared_distance(fixed)
                 change = self._apart(leg.name, fixed, tensor)
                 before += change
                 after += change if image is tensor else self._apart(leg.name, fixed, image)
@@ -185,7 +189,7 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
 
     def _apart(self, name: str, fixed: torch.Tensor, tensor: torch.Tensor) -> float:
         """Squared distance of a leg from what is seen of the reference's."""
-        return float((fixed - self.spec.seen(name, tensor.to(fixed.dtype))).square().sum())
+        return squared_distance(fixed, self.spec.seen(name, tensor))
 
 
 def check_shape(tensor: torch.Tensor, load: LoadTensor, expected: tuple[int, ...]) -> None:

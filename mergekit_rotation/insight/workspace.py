@@ -71,8 +71,8 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0
     largest = max(legs.values())
     entries = sum(legs.values())
     rotated = spec.query_key is not None
-    # `_move`: the image, the reference or what is subtracted from it, the difference, its square.
-    moving = largest * width * (4 if rotated else 3) + (largest * width // 2 if raised else 0)
+    # `_move`: the image, in `work` where it is rotated, and what it is made from.
+    moving = largest * width * (2 if rotated else 1)
     passes = float(entries * width * 12)
     if spec.expert_groups:
         neurons = sizes["f"]
@@ -93,7 +93,7 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0
         few = 2.0 * neurons**2 * FIRST
         looked = scores
         if neurons >= MANY:  # a few columns of each side, and their products block by block
-            looked = 4 * neurons * FIRST * width + 3 * ENTRIES["cpu"] * width
+            looked = 4 * neurons * FIRST * width + 3 * ENTRIES * width
         return Cost(
             max(looked - returned, moving),
             max(looked - returned, most - returned, moving),

@@ -117,6 +117,8 @@ class _Solver:
         self.kv = layout.sizes["kv"]
         self.m = layout.sizes.get("g", 1)
         self.heads = heads
+        #: best order of query heads of the pairs of groups that were compared
+        self.orders: dict[tuple[int, int], torch.Tensor] = {}
         names = [name for name in layout.patterns if name in reference and name in other]
         self.legs = [(reference[n], other[n], layout.patterns[n]) for n in names]
         dtypes = [tensor.dtype for leg in self.legs for tensor in leg[:2]]
@@ -152,7 +154,7 @@ class _Solver:
         order = torch.arange(self.m, device=self.device).expand(self.kv, -1)
         if self.heads and self.kv * self.m > 1:
             choice = lazy_assignment(self._bounds(), self._scores)
-            order = self._match(straight, choice)[1]
+            order = torch.stack([self.orders[pair] for pair in enumerate(choice.tolist())])
         result: list[Element] = []
         if not torch.equal(choice, straight):
             result.append(Permute("kv", choice))
@@ -187,7 +189,8 @@ class _Solver:
 
     def _scores(self, pairs: torch.Tensor) -> torch.Tensor:
         a, b = pairs.unbind(1)
-        value, _ = self._match(a, b)
+        value, order = self._match(a, b)
+        self.orders |= zip(zip(a.tolist(), b.tolist(), strict=True), order, strict=True)
         return value + self.tie[a] * (a == b)
 
     def _match(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -36,8 +36,8 @@ MOST_COLUMNS = 0.25
 #: share of the rows that may need all of their products
 MOST_ROWS = 0.0625
 
-#: entries of the matrix of bounds at a time: few enough for a cache, enough for a GPU
-ENTRIES = {"cpu": 2**18, "cuda": 2**26}
+#: entries of the matrix of bounds at a time: few enough for a cache; and for an accelerator
+ENTRIES, MANY_ENTRIES = 2**18, 2**26
 
 #: largest error of a product in bfloat16, relative to the norms: each side is rounded by 2^-9 at
 #: most, and so is the result, which is summed in float32
@@ -76,7 +76,7 @@ def nearest_matching(vectors: Vectors) -> torch.Tensor | None:
             share = 1.5 * float(search.needed().quantile(0.9))
             if share > MOST_COLUMNS:
                 return None
-            search.look(scaled.bounds(int(share * vectors.length)))
+            search.look(scaled.bounds(max(FIRST, int(share * vectors.length))))
     return None if len(search.open) > few else _settle(scaled, search)
 
 
@@ -190,7 +190,8 @@ class _Search:
         proposal = self.choice.clone()
         proposal[self.open] = self.open
         second = torch.full_like(self.stay, -torch.inf)
-        for rows in self.open.split(max(1, ENTRIES[self.open.device.type] // len(self.rows))):
+        entries = ENTRIES if self.open.device.type == "cpu" else MANY_ENTRIES
+        for rows in self.open.split(max(1, entries // len(self.rows))):
             bound = _product(bounds, rows).scatter_(1, rows[:, None], -torch.inf)
             rival = bound.amax(1).double() > self.stay[rows] + self.tie[rows]
             if not bool(rival.any()):
