@@ -12,7 +12,7 @@ import tiny
 from merging import Twins, config, merge, planned, save_tokenizer
 
 pytestmark = pytest.mark.usefixtures("at_a_pace")
-EXAMPLES = 80
+EXAMPLES = 50
 #: how many plans ended with which exit code
 SEEN = Counter()
 
