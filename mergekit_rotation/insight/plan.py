@@ -41,7 +41,7 @@ class Plan:
     base : int
         Bytes of the process before any tensor is read.
     solving : Cost
-        Of what is solved before anything is written.
+        Memory of what is solved before anything is written.
     mapped_while_solving : int
         Bytes of files that are mapped meanwhile.
     adapters : mapping of str to int
@@ -212,12 +212,8 @@ def _planned(
     pace = Pace.measured()
     base = psutil.Process().memory_info().rss  # with all that routines keep once they were used
     solving = Cost(
-        max((cost.memory for cost in costs), default=0),
-        max((cost.most for cost in costs), default=0),
-        sum(cost.products for cost in costs),
-        sum(cost.passes for cost in costs),
-        sum(cost.factors for cost in costs),
-        max((cost.assignment for cost in costs), default=0),
+        memory=max((cost.memory for cost in costs), default=0),
+        most=max((cost.most for cost in costs), default=0),
     )
     alignment = getattr(planner, "_rotation", None)
     reference = None
@@ -227,7 +223,6 @@ def _planned(
         reference = None if found is None else str(found)
         models = list(dict.fromkeys([*models, *alignment.context._checkpoints]))
     rows = rows_of(foreseen_blocks(executor, this), this.unsolved)
-    every = [*usage.costs, *(cost for cost in costs)]
     result = Plan(
         method=method,
         reference=reference,
@@ -241,7 +236,7 @@ def _planned(
         output=_output(planner, usage),
     )
     reads = usage.read + (len(costs) and 2 * mapped)
-    result.seconds = pace.seconds(every, reads, usage.written, usage.merged)
+    result.seconds = pace.seconds([*usage.costs, *costs], reads, usage.written, usage.merged)
     return result
 
 
