@@ -235,7 +235,7 @@ def barrier(
     plot_file: Path | None,
     options: Any,
 ) -> None:
-    """Tell what stands between two models, and how much of it alignment removes.
+    """Evaluate the models between two others, plain and aligned.
 
     CONFIG is a configuration of a rotation_* merge of two models that predict next tokens. Its
     models, reference, align_* parameters, dtype and tokenizer count; the models evaluated are (1 -

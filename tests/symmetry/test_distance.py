@@ -24,3 +24,10 @@ def test_blocks_add_up(dtypes, shape, transposed, monkeypatch):
     ):
         assert abs(found - exact) <= tolerance(50, dtype) * exact
     assert squared_distance(x, x) == 0.0
+
+
+@pytest.mark.parametrize("factor", [2.0**100, 2.0**-100])
+def test_squares_that_float32_cannot_hold(factor):
+    x, y = (factor * torch.randn(30, 17, generator=rng(k)) for k in range(2))
+    exact = float((x.double() - y.double()).square().sum())
+    assert abs(squared_distance(x, y) - exact) <= tolerance(50, torch.float32) * exact
