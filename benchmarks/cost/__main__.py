@@ -30,14 +30,14 @@ import yaml  # noqa: E402
 from real import apart  # noqa: E402
 from report import markdown  # noqa: E402
 
-#: pairs that are merged: shape, companion, runs, runs of the large profile
+#: pairs that are merged: shape, companion, runs (of the last one several minutes), and with --large
 MERGES = (
     ("SmolLM2-135M", "near", 5, 7),
     ("SmolLM2-135M", "twin", 5, 7),
     ("Gemma 3 270M", "near", 3, 7),
     ("Gemma 3 270M", "twin", 3, 7),
     ("Llama-8B layers", "near", 2, 5),
-    ("Llama-8B layers", "other", 1, 3),
+    ("Llama-8B layers", "other", 0, 1),
 )
 METHODS = ("linear", "rotation_linear")
 
@@ -92,7 +92,7 @@ def merges(large: bool, checkpoints: dict[str, Path], shapes: list[str]) -> dict
     for shape in dict.fromkeys(row[0] for row in MERGES):
         if shape not in shapes:
             continue
-        rows = [row for row in MERGES if row[0] == shape]
+        rows = [row for row in MERGES if row[0] == shape and row[3 if large else 2]]
         with tempfile.TemporaryDirectory() as tmp:
             folder = Path(tmp)
             kinds = [kind for _, kind, *_ in rows]
@@ -217,6 +217,10 @@ def main() -> None:
     parser.add_argument("--against", type=Path, help="results.json of an earlier run")
     parser.add_argument("--out", type=Path, default=HERE)
     given = parser.parse_args()
+    shapes = {row[0] for row in MERGES}
+    for named in (*(one.partition("=")[0] for one in given.model), *(given.shape or ())):
+        if named not in shapes:
+            parser.error(f"there is no shape {named}; choose one of {', '.join(sorted(shapes))}")
     checkpoints = {k: Path(v) for k, _, v in (one.partition("=") for one in given.model)}
     wanted = given.only or ["starts", "matching", "merges", "growth"]
     shapes = given.shape or list(dict.fromkeys(row[0] for row in MERGES))
