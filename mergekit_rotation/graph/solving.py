@@ -34,6 +34,7 @@ from mergekit_rotation.symmetry import (
     into_stream,
     solve_permutation,
     solve_rotation,
+    squared_distance,
     target_norm,
 )
 
@@ -189,7 +190,7 @@ class ModelSolver:
                 continue
             square = [0.0, 0.0]
             for x, y in self.sides.outer_sides(template, last.stream):
-                square = [square[0] + float(x.square().sum()), square[1] + float(y.square().sum())]
+                square = [square[0] + squared_distance(x), square[1] + squared_distance(y)]
             for x, y in self.sides.outer_sides(template, last.stream):
                 yield x, y, dim, _unit(square[0] ** 0.5, square[1] ** 0.5) * share
         for pair in self.pairs:
@@ -281,10 +282,14 @@ class ModelSolver:
         solved = self._solve_block(pair, names, spec, goal, inside)
         for attempt in (solved or (), ()):
             moved = spec.move_legs(attempt, inside) if spec is not None else inside
-            squares = [
-                _squares(*(_seen(spec, n, side[n]) for side in (goal, before, moved)))
+            sides = (
+                tuple(_seen(spec, n, side[n]) for side in (goal, before, moved))
                 for n in names
                 if n in goal
+            )
+            squares = [
+                (squared_distance(x, y), squared_distance(x, image), squared_distance(x))
+                for x, y, image in sides
             ]
             columns = zip(*squares, strict=True) if squares else ((), (), ())
             distance, after, scale = (sum(column) for column in columns)
@@ -351,11 +356,11 @@ class ModelSolver:
             if name not in fixed:  # a norm, which its readers stand for
                 continue
             x, y = (_seen(spec, name, side[name]) for side in (fixed, images))
-            distance = float((x - y).square().sum())
+            distance = squared_distance(x, y)
             if candidate.stream is None:
                 distance += averaged_apart(name, reference, moved, self.layout)
             candidate.entries += x.numel()
-            candidate.add(name, layers, distance, float(x.square().sum()))
+            candidate.add(name, layers, distance, squared_distance(x))
 
     def _set_norms(
         self,
@@ -403,14 +408,6 @@ class ModelSolver:
 
 def _seen(spec: BlockSpec | None, name: str, tensor: torch.Tensor) -> torch.Tensor:
     return tensor if spec is None else spec.seen(name, tensor)
-
-
-def _squares(
-    reference: torch.Tensor, other: torch.Tensor, moved: torch.Tensor
-) -> tuple[float, float, float]:
-    """Squared distances before and after, and the square of the reference."""
-    before, after = ((reference - x).square().sum() for x in (other, moved))
-    return float(before), float(after), float(reference.square().sum())
 
 
 def _unit(first: float, second: float) -> float:

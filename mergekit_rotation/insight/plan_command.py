@@ -13,6 +13,7 @@ from mergekit_rotation.graph.errors import RotationError, one_line
 from mergekit_rotation.insight.headers import NotHere
 from mergekit_rotation.insight.options import JSON, write_json
 from mergekit_rotation.insight.plan import Plan, plan, refused
+from mergekit_rotation.insight.tables import terminal
 
 
 class _Untold(click.ClickException):
@@ -76,7 +77,7 @@ def main(
 
 def show(found: Plan, options: MergeOptions, console: Console | None = None) -> None:
     """Print a plan for people."""
-    console = console or Console()
+    console = console or terminal()
 
     def say(text: str) -> None:
         console.print(text, highlight=False, markup=False)

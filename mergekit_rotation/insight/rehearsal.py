@@ -30,7 +30,7 @@ from mergekit.tokenizer.build import TokenizerInfo
 from mergekit.tokenizer.truncate import TruncatedVocabulary
 from torch.utils._pytree import tree_leaves
 
-from mergekit_rotation.graph.moving import MoveTensor
+from mergekit_rotation.graph.moving import ROWS, MoveTensor
 from mergekit_rotation.graph.tasks import AlignBlock
 from mergekit_rotation.insight.headers import HeaderLoaders, Shard
 from mergekit_rotation.insight.workspace import Allocations, Cost, block_cost
@@ -220,7 +220,7 @@ class Rehearsal:
         stream = task.move.stream
         size = 0 if stream is None else x.shape[-1]
         return Cost(
-            memory=min(4 * x.nbytes, 4 * 4096 * 4 * x.shape[-1]) if x.dim() else 0,
+            memory=min(4 * x.nbytes, 4 * ROWS * 4 * x.shape[-1]) if x.dim() else 0,
             passes=8.0 * x.nbytes,
             products=2.0 * x.numel() * size if not getattr(stream, "exact", True) else 0.0,
         )

@@ -171,7 +171,7 @@ def show_verified(verified: Verified, console: Console | None = None) -> None:
 
 def show_barrier(barrier: Barrier, console: Console | None = None) -> None:
     """Print the losses along both lines, what stands between the models, and what is left of it."""
-    console = console or Console()
+    console = console or terminal()
     reference, other = barrier.models
     title = f"nats per token from {reference} (t = 0) to {other} (t = 1), {barrier.tokens} tokens"
     console.print(title, highlight=False, markup=False)
