@@ -58,13 +58,15 @@ def linear_assignment(score: torch.Tensor) -> torch.Tensor:
 
 
 def lazy_assignment(
-    bound: torch.Tensor, evaluate: Callable[[torch.Tensor], torch.Tensor]
+    bound: torch.Tensor,
+    evaluate: Callable[[torch.Tensor], torch.Tensor],
+    tighter: Callable[[], torch.Tensor] | None = None,
 ) -> torch.Tensor:
     """Solve an assignment whose scores are dear, given cheap upper bounds.
 
     Starts from the bounds, evaluates only pairs that an optimal assignment of the current
     overestimates selects, and stops when all selected pairs are evaluated: every other
-    assignment is then bounded by the one returned. The diagonal is always evaluated.
+    assignment is then bounded by the one returned.
 
     Parameters
     ----------
@@ -72,6 +74,9 @@ def lazy_assignment(
         Upper bounds of the scores.
     evaluate : callable
         Maps pairs, int64 of shape (k, 2), to their scores, shape (k,).
+    tighter : callable, optional
+        Returns bounds that are dearer. They are asked for once more than 1.5 n pairs would have
+        to be evaluated.
 
     Returns
     -------
@@ -81,11 +86,16 @@ def lazy_assignment(
     score = bound.clone()
     known = torch.zeros_like(bound, dtype=torch.bool)
     rows = torch.arange(n, device=bound.device)
-    choice = rows
+    choice = linear_assignment(score)
     while True:
         pairs = torch.stack([rows, choice], dim=1)[~known[rows, choice]]
         if len(pairs) == 0:
             return choice
+        if tighter is not None and int(known.sum()) + len(pairs) > n + n // 2:
+            score = torch.where(known, score, torch.minimum(score, tighter()))
+            tighter = None
+            choice = linear_assignment(score)
+            continue
         score[pairs[:, 0], pairs[:, 1]] = evaluate(pairs).to(score.dtype)
         known[pairs[:, 0], pairs[:, 1]] = True
         choice = linear_assignment(score)

@@ -6,7 +6,7 @@ One matrix per key/value head acts on ``qk``, another on ``vo``; groups are perm
 themselves, and query heads inside their group.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,8 +15,8 @@ from mergekit_rotation.symmetry.action import Element, Permute, Rotate, Transfor
 from mergekit_rotation.symmetry.assignment import lazy_assignment, linear_assignment
 from mergekit_rotation.symmetry.axes import Pattern, Piece
 from mergekit_rotation.symmetry.groups import Group, Trivial, inner
-from mergekit_rotation.symmetry.head_gram import head_gram
-from mergekit_rotation.symmetry.precision import single_thread, working_dtype
+from mergekit_rotation.symmetry.head_gram import HeadAxis, HeadBounds, PairGram
+from mergekit_rotation.symmetry.precision import working_dtype
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -64,6 +64,8 @@ def solve_attention(
     groups is a linear assignment over these optima. With several query heads per group, their
     order and the common rotation are found by alternation, started from the identity and from
     the rotation that key and value heads alone ask for; each step can only raise the objective.
+    Bounds from some columns of the weights tell which pairs and orders cannot be better than what
+    is known; only the others are looked at, so related models take few products.
 
     A head is rotated only where that brings it closer by more than storing the rotated numbers
     in ``stored`` will move them by rounding, and by more than fitting a rotation to differences
@@ -97,9 +99,46 @@ def solve_attention(
     """
     if not any(name in reference and name in other for name in layout.patterns):
         return ()
-    solver = _Solver(reference, other, layout, query_key, value_output, heads, stored)
-    with single_thread(solver.device):  # all that is left works on matrices of a head's size
-        return solver.solve()
+    return _Solver(reference, other, layout, query_key, value_output, heads, stored).solve()
+
+
+@dataclass(frozen=True)
+class _Match:
+    """The best that was found for k pairs of key/value heads.
+
+    Attributes
+    ----------
+    value : Tensor, shape (k,)
+        The objective, float64.
+    order : Tensor of int64, shape (k, m)
+        Of the query heads.
+    elements : sequence of Tensor, shape (k, d, d)
+        What acts on each axis.
+    """
+
+    value: torch.Tensor
+    order: torch.Tensor
+    elements: Sequence[torch.Tensor]
+
+    def where(self, better: torch.Tensor, new: "_Match") -> "_Match":
+        """Return another one's pairs where that is better, shape (k,)."""
+        return _Match(
+            torch.where(better, new.value, self.value),
+            torch.where(better[:, None], new.order, self.order),
+            [
+                torch.where(better[:, None, None], x, y)
+                for x, y in zip(new.elements, self.elements, strict=True)
+            ],
+        )
+
+    def put(self, places: torch.Tensor, new: "_Match") -> "_Match":
+        """Return pairs with those at some places replaced."""
+        pairs = zip(new.elements, self.elements, strict=True)
+        return _Match(
+            self.value.index_copy(0, places, new.value),
+            self.order.index_copy(0, places, new.order),
+            [y.index_copy(0, places, x) for x, y in pairs],
+        )
 
 
 class _Solver:
@@ -116,13 +155,13 @@ class _Solver:
         self.sizes = layout.sizes
         self.kv = layout.sizes["kv"]
         self.m = layout.sizes.get("g", 1)
-        self.heads = heads
-        #: best order of query heads of the pairs of groups that were compared
-        self.orders: dict[tuple[int, int], torch.Tensor] = {}
+        self.heads = heads and self.kv * self.m > 1
+        #: best order of query heads, and elements, of the pairs of groups that were compared
+        self.known: dict[tuple[int, int], tuple[torch.Tensor, list[torch.Tensor]]] = {}
         names = [name for name in layout.patterns if name in reference and name in other]
         self.legs = [(reference[n], other[n], layout.patterns[n]) for n in names]
         dtypes = [tensor.dtype for leg in self.legs for tensor in leg[:2]]
-        self.work = working_dtype(*dtypes)
+        work = working_dtype(*dtypes)
         self.stored = stored or dtypes[1]
         chosen = {
             "qk": layout.query_key if query_key else Trivial(layout.query_key.n),
@@ -130,38 +169,34 @@ class _Solver:
         }
         self.device = self.legs[0][0].device
         self.axes = {
-            axis: head_gram(
-                self._pieces(axis),
-                axis,
-                group,
-                (self.kv, self.m),
-                all_pairs=heads and self.kv * self.m > 1,
-                work=self.work,
-                device=self.device,
-            )
-            for axis, group in chosen.items()
+            name: HeadAxis(self._pieces(name), name, group, (self.kv, self.m), work, self.device)
+            for name, group in chosen.items()
         }
         # Rounding errors of the objective of a head: what a change must gain at least.
-        scale = torch.stack([g.norm_ref * g.norm_other for g in self.axes.values()]).sum(0)
-        depth = float(max(g.group.n for g in self.axes.values())) ** 0.5
+        scale = torch.stack([axis.norms.prod(0) for axis in self.axes.values()]).sum(0)
+        depth = float(max(group.n for group in chosen.values())) ** 0.5
         double = torch.finfo(torch.float64)
-        self.tie: torch.Tensor = 8 * torch.finfo(self.work).eps * depth * scale
+        self.tie: torch.Tensor = 8 * torch.finfo(work).eps * depth * scale
         self.tie += 64 * double.eps * scale.max() + double.tiny  # those of the assignment itself
+        self.bounds: HeadBounds | None = None
 
     def solve(self) -> Transformation:
         straight = torch.arange(self.kv, device=self.device)
         choice = straight
-        order = torch.arange(self.m, device=self.device).expand(self.kv, -1)
-        if self.heads and self.kv * self.m > 1:
-            choice = lazy_assignment(self._bounds(), self._scores)
-            order = torch.stack([self.orders[pair] for pair in enumerate(choice.tolist())])
+        if self.heads:
+            bound = self._bounds(every_column=False)
+            choice = lazy_assignment(bound, self._scores, self._tighter)
+        else:
+            self._scores(torch.stack([straight, straight], 1))
+        found = [self.known[pair] for pair in enumerate(choice.tolist())]
+        order = torch.stack([one for one, _ in found])
         result: list[Element] = []
         if not torch.equal(choice, straight):
             result.append(Permute("kv", choice))
         if not torch.equal(order, torch.arange(self.m, device=self.device).expand(self.kv, -1)):
             result.append(Permute("g", order, per="kv"))
-        for name, axis in self.axes.items():
-            matrix = axis.rotation(straight, choice, order, self.stored)
+        for position, (name, axis) in enumerate(self.axes.items()):
+            matrix = torch.stack([elements[position] for _, elements in found])
             eye = torch.eye(axis.group.n, dtype=matrix.dtype, device=self.device)
             if not torch.equal(matrix, eye.expand_as(matrix)):
                 result.append(Rotate(name, matrix, per="kv"))
@@ -174,84 +209,117 @@ class _Solver:
                 pairs = zip(pattern.split(a, self.sizes), pattern.split(b, self.sizes), strict=True)
                 yield from (pair for pair in pairs if axis in pair[0].axes)
 
-    def _bounds(self) -> torch.Tensor:
+    # -- bounds -----------------------------------------------------------------------------------
+
+    def _bounds(self, *, every_column: bool) -> torch.Tensor:
         """Upper bound of the objective for every pair of key/value heads, (kv, kv)."""
-        kv, m = self.kv, self.m
-        total = torch.zeros(kv, kv, dtype=torch.float64, device=self.device)
-        queries = torch.zeros(kv, kv, m, m, dtype=torch.float64, device=self.device)
-        for axis in self.axes.values():
-            total += axis.group.bound(axis.shared.double())
-            if axis.query is not None:
-                queries += axis.group.bound(axis.query.double())
-        total += queries.amax(-1).sum(-1)
+        # Without query heads the best rotation of every pair is not much dearer than a bound.
+        exact = every_column and self.m == 1
+        found = [axis.bounds(every_column=every_column, exact=exact) for axis in self.axes.values()]
+        shared, query = zip(*((one.shared, one.query) for one in found), strict=True)
+        self.bounds = HeadBounds(torch.stack(shared).sum(0), torch.stack(query).sum(0))
+        total = self.bounds.shared + self.bounds.query.amax(-1).sum(-1)
         # The scores below carry the bonus of the diagonal, and rounding errors: bound them too.
         return total + 2 * self.tie.max()
 
+    def _tighter(self) -> torch.Tensor:
+        return self._bounds(every_column=True)
+
+    def _likely(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        """Order of query heads that the bounds are for, (k, m)."""
+        straight = torch.arange(self.m, device=a.device).expand(len(a), -1)
+        if self.m == 1 or self.bounds is None:
+            return straight
+        bound = self.bounds.query[a, b]
+        bound = bound + torch.diag_embed(self.tie[a, None].expand_as(straight))
+        return torch.stack([linear_assignment(one) for one in bound])
+
+    def _settled(self, a: torch.Tensor, b: torch.Tensor, found: _Match) -> torch.Tensor:
+        """Tell of which pairs no other order of the query heads can have a larger value, (k,)."""
+        if self.m == 1 or self.bounds is None:
+            return torch.ones_like(a, dtype=torch.bool)
+        bound = self.bounds.query[a, b]
+        stay = bound.gather(2, found.order[..., None])
+        rest = bound.scatter(2, found.order[..., None], -torch.inf)
+        loss, _ = (stay[..., 0] - rest.amax(2)).sort(1)
+        # At least two query heads of another order are not where they are, and any may not be.
+        other = self.bounds.shared[a, b] + stay.sum((1, 2)) - loss[:, :2].sum(1)
+        other -= loss[:, 2:].clamp(max=0).sum(1)
+        return other < found.value - self.tie[a]
+
+    # -- pairs of heads ---------------------------------------------------------------------------
+
     def _scores(self, pairs: torch.Tensor) -> torch.Tensor:
         a, b = pairs.unbind(1)
-        value, order = self._match(a, b)
-        self.orders |= zip(zip(a.tolist(), b.tolist(), strict=True), order, strict=True)
-        return value + self.tie[a] * (a == b)
+        found = self._match(a, b)
+        for k, (i, j) in enumerate(pairs.tolist()):
+            self.known[i, j] = (found.order[k], [x[k] for x in found.elements])
+        return found.value + self.tie[a] * (a == b)
 
-    def _match(self, a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Best value and order of query heads for the pairs (a, b): (k,) and (k, m)."""
-        straight = torch.arange(self.m, device=a.device).expand(len(a), -1)
-        value, elements = self._value(a, b, straight)
-        if self.m == 1:
-            return value, straight
-        best, order = self._alternate(a, b, straight, value, elements)
-        alone = [axis.project(a, b, axis.shared[a, b].double()) for axis in self.axes.values()]
-        start = self._reorder(a, b, alone)
-        if not torch.equal(start, straight):
-            value, elements = self._value(a, b, start)
-            second, other = self._alternate(a, b, start, value, elements)
-            better = second > best
-            best = torch.where(better, second, best)
-            order = torch.where(better[:, None], other, order)
-        return best, order
+    def _match(self, a: torch.Tensor, b: torch.Tensor) -> _Match:
+        """Best match of the pairs (a, b), each of shape (k,)."""
+        found = self._value(a, b, self._likely(a, b))
+        (open_,) = torch.nonzero(~self._settled(a, b, found), as_tuple=True)
+        for places in open_.split(self.kv) if len(open_) else ():
+            found = found.put(places, self._search(a[places], b[places]))
+        return found
 
     def _value(
-        self, a: torch.Tensor, b: torch.Tensor, order: torch.Tensor
-    ) -> tuple[torch.Tensor, list[torch.Tensor]]:
-        total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
-        elements = []
-        for axis in self.axes.values():
-            # As it will be applied: a head that would not be rotated must not win by rotation.
-            elements.append(axis.rotation(a, b, order, self.stored))
-            total += inner(elements[-1], axis.gram(a, b, order))
-        return total, elements
-
-    def _reorder(
-        self, a: torch.Tensor, b: torch.Tensor, elements: list[torch.Tensor]
-    ) -> torch.Tensor:
-        """Best order of the query heads for given rotations, (k, m)."""
-        score = torch.diag_embed((self.tie[a, None] / self.m).expand(-1, self.m))
-        for axis, g in zip(self.axes.values(), elements, strict=True):
-            if axis.query is not None:
-                score = score + torch.einsum("kxy,kijxy->kij", g, axis.query[a, b].double())
-        return torch.stack([linear_assignment(one) for one in score])
-
-    def _alternate(
         self,
         a: torch.Tensor,
         b: torch.Tensor,
         order: torch.Tensor,
-        value: torch.Tensor,
-        elements: list[torch.Tensor],
-    ) -> tuple[torch.Tensor, torch.Tensor]:
+        pairs: Sequence[PairGram] | None = None,
+    ) -> _Match:
+        """Match pairs with query heads in a given order."""
+        total = torch.zeros(len(a), dtype=torch.float64, device=a.device)
+        elements = []
+        for position, axis in enumerate(self.axes.values()):
+            gram = pairs[position].total(order) if pairs else axis.gram(a, b, order)
+            # As it will be applied: a head that would not be rotated must not win by rotation.
+            elements.append(axis.rotation(a, b, gram, self.stored))
+            total += inner(elements[-1], gram)
+        return _Match(total, order, elements)
+
+    # -- orders of query heads --------------------------------------------------------------------
+
+    def _search(self, a: torch.Tensor, b: torch.Tensor) -> _Match:
+        """Look for the best order of query heads, from two starts."""
+        pairs = [axis.pairs(a, b) for axis in self.axes.values()]
+        straight = torch.arange(self.m, device=a.device).expand(len(a), -1)
+        best = self._alternate(a, b, pairs, straight)
+        alone = [
+            axis.project(a, b, pair.shared.double())
+            for axis, pair in zip(self.axes.values(), pairs, strict=True)
+        ]
+        start = self._reorder(a, pairs, alone)
+        if torch.equal(start, straight):
+            return best
+        second = self._alternate(a, b, pairs, start)
+        return best.where(second.value > best.value, second)
+
+    def _alternate(
+        self, a: torch.Tensor, b: torch.Tensor, pairs: Sequence[PairGram], order: torch.Tensor
+    ) -> _Match:
         """Alternate order and rotation until the objective stops rising."""
+        found = self._value(a, b, order, pairs)
         for _ in range(4 * self.m):
-            proposal = self._reorder(a, b, elements)
-            if torch.equal(proposal, order):
+            proposal = self._reorder(a, pairs, found.elements)
+            if torch.equal(proposal, found.order):
                 break
-            new_value, new_elements = self._value(a, b, proposal)
-            better = new_value > value
+            new = self._value(a, b, proposal, pairs)
+            better = new.value > found.value
             if not bool(better.any()):
                 break
-            value = torch.where(better, new_value, value)
-            order = torch.where(better[:, None], proposal, order)
-            elements = [
-                torch.where(better[:, None, None], new, old)
-                for new, old in zip(new_elements, elements, strict=True)
-            ]
-        return value, order
+            found = found.where(better, new)
+        return found
+
+    def _reorder(
+        self, a: torch.Tensor, pairs: Sequence[PairGram], elements: Sequence[torch.Tensor]
+    ) -> torch.Tensor:
+        """Best order of the query heads for given rotations, (k, m)."""
+        score = torch.diag_embed((self.tie[a, None] / self.m).expand(-1, self.m))
+        for pair, g in zip(pairs, elements, strict=True):
+            if pair.query is not None:
+                score = score + torch.einsum("kxy,kijxy->kij", g, pair.query.double())
+        return torch.stack([linear_assignment(one) for one in score])

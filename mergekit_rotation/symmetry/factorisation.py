@@ -34,6 +34,13 @@ def svd(x: torch.Tensor) -> Factors:
     return _first_sound("SVD", drivers)
 
 
+def singular_values(x: torch.Tensor) -> torch.Tensor:
+    """Return the singular values of square matrices, descending, shape (..., n)."""
+    return _first_sound(
+        "singular values", [lambda: (torch.linalg.svdvals(x),), lambda: svd(x)[1:2]]
+    )[0]
+
+
 def eigh(x: torch.Tensor) -> Factors:
     """Return eigenvalues, ascending, and eigenvectors of symmetric matrices (..., n, n)."""
     slower = partial(scipy.linalg.eigh, driver="ev")

@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from mergekit_rotation.symmetry.errors import SymmetryError
-from mergekit_rotation.symmetry.factorisation import eigh, svd
+from mergekit_rotation.symmetry.factorisation import eigh, singular_values, svd
 from mergekit_rotation.symmetry.precision import single_thread
 
 Pairing = Literal["half", "interleaved"]
@@ -91,6 +91,24 @@ class Group(ABC):
         """Return a subadditive upper bound of `value` that is cheap to compute."""
         return self.value(gram)
 
+    def most_gain(self, gram: torch.Tensor) -> torch.Tensor:
+        """Return a cheap upper bound of 2 (value - tr M), shape (...); infinity if there is none.
+
+        That is by how much moving can lower a squared distance.
+        """
+        return torch.full_like(gram[..., 0, 0], torch.inf)
+
+    def factors(self) -> list[tuple[torch.Tensor, "Group"]]:
+        """Return what the group is a product of: equal groups on cells of dimensions.
+
+        Returns
+        -------
+        list of (index, group)
+            The group acts on each of c cells of k dimensions by itself; index has the shape
+            (c, k). Of a cross-Gram matrix only the blocks on these cells matter.
+        """
+        return [(torch.arange(self.n)[None], self)]
+
     def balance(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         """Return the map that makes two factors equally large.
 
@@ -158,6 +176,12 @@ class Trivial(Group):
 
     def value(self, gram: torch.Tensor) -> torch.Tensor:
         return gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+
+    def most_gain(self, gram: torch.Tensor) -> torch.Tensor:
+        return torch.zeros_like(gram[..., 0, 0])
+
+    def factors(self) -> list[tuple[torch.Tensor, Group]]:
+        return [(torch.arange(self.n)[:, None], Trivial(1))]
 
     def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:
         return torch.eye(self.n, dtype=torch.float64).repeat(batch, 1, 1)
@@ -234,6 +258,22 @@ class Orthogonal(Group):
                 u, _, vh = svd((u * (1 - null[..., None, :])) @ vh + left @ right)
             result: torch.Tensor = u @ vh
         return result
+
+    def value(self, gram: torch.Tensor) -> torch.Tensor:
+        with single_thread(gram.device, if_size=self.n):
+            return singular_values(gram).sum(-1)
+
+    def most_gain(self, gram: torch.Tensor) -> torch.Tensor:
+        """Return |L^-1 A|_F^2 for M = S + A, S = L L^T symmetric, A antisymmetric.
+
+        For every positive P, 2 |M|_* <= tr P + tr M^T P^-1 M (arithmetic and geometric mean). With
+        P = S this is 2 tr S + tr A^T S^-1 A. There is no bound where S is not positive definite.
+        """
+        with single_thread(gram.device, if_size=self.n):
+            lower, info = torch.linalg.cholesky_ex((gram + gram.mT) / 2)
+            half = torch.linalg.solve_triangular(lower, (gram - gram.mT) / 2, upper=False)
+        gain = half.square().sum((-2, -1))
+        return torch.where((info == 0) & gain.isfinite(), gain, torch.inf)
 
     def bound(self, gram: torch.Tensor) -> torch.Tensor:
         # Cauchy-Schwarz on the singular values: nuclear norm <= sqrt(n) Frobenius norm.
@@ -328,6 +368,9 @@ class PlaneRotations(_Planes):
     sum of the moduli. A zero overlap gives the phase 0.
     """
 
+    def factors(self) -> list[tuple[torch.Tensor, Group]]:
+        return [(torch.tensor(self.pairs).reshape(-1, 2), PlaneRotations(2, ((0, 1),)))]
+
     @property
     def freedom(self) -> int:
         return len(self.pairs)
@@ -378,6 +421,9 @@ class PlaneSigns(_Planes):
     exact = True
     freedom = 0
 
+    def factors(self) -> list[tuple[torch.Tensor, Group]]:
+        return [(torch.tensor(self.pairs).reshape(-1, 2), PlaneSigns(2, ((0, 1),)))]
+
     def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         real, _ = self._overlap(gram)
         least = 0.0 if noise is None else noise[..., None]
@@ -400,6 +446,9 @@ class Signs(Group):
     n: int
     exact = True
     freedom = 0
+
+    def factors(self) -> list[tuple[torch.Tensor, Group]]:
+        return [(torch.arange(self.n)[:, None], Signs(1))]
 
     def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         overlap = gram.diagonal(dim1=-2, dim2=-1)
@@ -448,6 +497,17 @@ class DirectSum(Group):
     @property
     def stretches(self) -> int:  # type: ignore[override]
         return sum(block.stretches for block in self.blocks)
+
+    def factors(self) -> list[tuple[torch.Tensor, Group]]:
+        starts = accumulate((block.n for block in self.blocks), initial=0)
+        return [
+            (start + index, part)
+            for start, block in zip(starts, self.blocks, strict=False)
+            for index, part in block.factors()
+        ]
+
+    def most_gain(self, gram: torch.Tensor) -> torch.Tensor:
+        return torch.stack([block.most_gain(x) for block, x in self._ranges(gram)]).sum(0)
 
     def invariants(self, s: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
         pairs = zip(self._ranges(s), self._ranges(t), strict=True)

@@ -1,7 +1,17 @@
-"""Cross-Gram matrices between the heads of two attention layers, and their projection."""
+"""Products between the heads of two attention layers: exact ones of a few pairs, bounds of all.
 
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+For every pair of heads there is a cross-Gram matrix M = sum over legs of X Y^T. With h heads of d
+dimensions all of them take (h d)^2 products per column of the legs. They are not needed to tell
+which heads belong together: with P some columns of the legs, and Q the others,
+
+    max over g of <g, X Y^T>  <=  max over g of <g, P X (P Y)^T> + |Q X| |Q Y|
+
+by Cauchy and Schwarz, and where a group turns cells of a few dimensions each, only the blocks of
+M on these cells matter.
+"""
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -11,122 +21,232 @@ from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.groups import Group, inner
 from mergekit_rotation.symmetry.precision import all_finite
 
+#: columns that bounds look at, for every dimension of a cell, and the least
+PER_DIMENSION, LEAST = 4, 64
 
-@dataclass
-class HeadGram:
-    """Cross-Gram matrices of one head axis, in the working dtype."""
+#: entries of cross-Gram matrices at a time
+ENTRIES = 2**22
 
-    group: Group
-    shared: torch.Tensor  # (a, b, d, d): legs without query axis (keys, values)
-    query: torch.Tensor | None  # (a, b, i, j, d, d): legs of query head i of a and j of b
-    norm_ref: torch.Tensor  # (kv,) Frobenius norms over all legs, float64
-    norm_other: torch.Tensor
-    length: int  # number of products summed into one entry
-    entries: int  # number of weights per key/value head
-    # what `rotation` returned
-    _known: list[tuple[torch.dtype, tuple[torch.Tensor, ...], torch.Tensor]] = field(
-        default_factory=list
-    )
+#: a leg of both sides by heads, (kv, g, d, rest) each; g = 1 where it has no query axis
+Leg = tuple[torch.Tensor, torch.Tensor]
 
-    def gram(self, a: torch.Tensor, b: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
-        """M of the pairs (a, b), each of shape (k,), with query heads in ``order`` (k, m)."""
-        gram = self.shared[a, b]
+
+@dataclass(frozen=True)
+class HeadBounds:
+    """What the legs of two heads can add to the objective at most, float64.
+
+    Attributes
+    ----------
+    shared : Tensor, shape (kv, kv)
+        Legs without query axis, of key/value heads a and b.
+    query : Tensor, shape (kv, kv, m, m)
+        The others, of query heads i of a and j of b; zero where there are none.
+    """
+
+    shared: torch.Tensor
+    query: torch.Tensor
+
+
+@dataclass(frozen=True)
+class PairGram:
+    """Cross-Gram matrices of k pairs of key/value heads, in the working dtype.
+
+    Attributes
+    ----------
+    shared : Tensor, shape (k, d, d)
+        Legs without query axis.
+    query : Tensor, shape (k, m, m, d, d), or None
+        The others, of query heads i of one and j of the other.
+    """
+
+    shared: torch.Tensor
+    query: torch.Tensor | None
+
+    def total(self, order: torch.Tensor) -> torch.Tensor:
+        """M of the pairs with query heads in ``order``, (k, m); float64, (k, d, d)."""
+        gram = self.shared
         if self.query is not None:
-            i = torch.arange(order.shape[1], device=a.device)
-            gram = gram + self.query[a[:, None], b[:, None], i, order].sum(1)
+            rows = torch.arange(len(order), device=order.device)[:, None]
+            i = torch.arange(order.shape[1], device=order.device)
+            gram = gram + self.query[rows, i, order].sum(1)
         return gram.double()
 
-    def project(self, a: torch.Tensor, b: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
-        """Best element for the matrices ``gram`` (k, d, d) of the pairs (a, b).
 
-        The errors of sums of n products add up like sqrt(n) eps times the norms of the factors.
-        """
-        eps = torch.finfo(self.shared.dtype).eps
-        return self.group.project(
-            gram, self.length**0.5 * eps * self.norm_ref[a] * self.norm_other[b]
-        )
-
-    def rotation(
-        self, a: torch.Tensor, b: torch.Tensor, order: torch.Tensor, stored: torch.dtype
-    ) -> torch.Tensor:
-        """Best element for each pair, or the identity where moving does not pay; (k, d, d)."""
-        for dtype, asked, known in self._known:
-            if dtype == stored and all(map(torch.equal, asked, (a, b, order))):
-                return known
-        gram = self.gram(a, b, order)
-        g = self.project(a, b, gram)
-        eye = torch.eye(self.group.n, dtype=g.dtype, device=g.device)
-        # Decrease of the squared distance, 2 <g - 1, M>, written without cancellation: at the
-        # optimum g^T M is symmetric on the group's algebra and (g - 1)^T (g - 1) = 2 - g - g^T.
-        gain = inner((g - eye).mT @ (g - eye), g.mT @ gram)
-        # Mean square of a rounding error is at most (eps |x|)^2 / 12 per entry.
-        rounding = 0.0 if self.group.exact else torch.finfo(stored).eps ** 2 / 12
-        # Rounding errors of M can feign a gain of the first order.
-        noise = 4.0 * float(self.group.n) ** 0.5 * torch.finfo(self.shared.dtype).eps
-        cost = rounding * self.norm_other[b] ** 2 + noise * self.norm_ref[a] * self.norm_other[b]
-        square = self.norm_ref[a] ** 2 + self.norm_other[b] ** 2
-        distance = square - 2 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
-        chance = chance_share(self.group.freedom, self.entries)
-        keep = gain > cost + chance * distance.clamp(min=0)
-        result = torch.where(keep[:, None, None], g, eye)
-        self._known.append((stored, (a, b, order), result))
-        return result
-
-
-def head_gram(
-    legs: Iterable[tuple[Piece, Piece]],
-    axis: str,
-    group: Group,
-    heads: tuple[int, int],
-    *,
-    all_pairs: bool,
-    work: torch.dtype,
-    device: torch.device,
-) -> HeadGram:
-    """Accumulate the cross-Gram matrices of one head axis.
+class HeadAxis:
+    """The legs of one axis of the heads, of a reference and of another model.
 
     Parameters
     ----------
-    legs : iterable of (Piece, Piece)
+    pieces : iterable of (Piece, Piece)
         Reference and other; every piece has the axes ``kv`` and ``axis``.
     axis : str
     group : Group
         Acts on ``axis``.
     heads : (int, int)
         Number of key/value heads, and of query heads in a group.
-    all_pairs : bool
-        Whether heads may be matched with other heads; else only pairs (a, a) are computed.
     work : torch.dtype
+        In which products are taken.
     device : torch.device
+
+    Attributes
+    ----------
+    norms : Tensor, shape (2, kv)
+        Frobenius norms over all legs of both sides, float64.
 
     Raises
     ------
     SymmetryError
         If the weights are not finite.
     """
-    (kv, m), d = heads, group.n
-    shared = torch.zeros(kv, kv if all_pairs else 1, d, d, dtype=work, device=device)
-    query = None
-    square = torch.zeros(2, kv, dtype=torch.float64, device=device)
-    length = entries = 0
-    for pieces in legs:
-        x, y = (_rows(piece, axis).to(work) for piece in pieces)
-        norms = [torch.linalg.vector_norm(z, dim=(1, 2, 3)).double() for z in (x, y)]
-        square += torch.stack(norms).square()
-        length += x.shape[1] * x.shape[3]
-        entries += x[0].numel()
-        term = _cross(x, y, all_pairs)
-        if x.shape[1] == 1:
-            shared += term[:, :, 0, 0]
-        else:
-            query = term if query is None else query.add_(term)
-    norm = square.sqrt()
-    if not all_finite(norm):
-        raise SymmetryError("the weights of a head hold NaN or Inf, or are too large to square")
-    if not all_pairs:  # only pairs (a, a) are ever looked up
-        shared = shared.expand(kv, kv, d, d)
-        query = None if query is None else query.expand(kv, kv, m, m, d, d)
-    return HeadGram(group, shared, query, norm[0], norm[1], length, entries)
+
+    def __init__(
+        self,
+        pieces: Iterable[tuple[Piece, Piece]],
+        axis: str,
+        group: Group,
+        heads: tuple[int, int],
+        work: torch.dtype,
+        device: torch.device,
+    ) -> None:
+        self.group, self.device, self.work = group, device, work
+        self.kv, self.m = heads
+        self.legs: list[Leg] = [
+            (_rows(x, axis).to(work), _rows(y, axis).to(work)) for x, y in pieces
+        ]
+        self._norms = [torch.stack([_norms(x), _norms(y)]) for x, y in self.legs]
+        square = torch.zeros(2, self.kv, dtype=torch.float64, device=device)
+        for norm in self._norms:
+            square += norm.square().sum(2)
+        self.norms = square.sqrt()
+        if not all_finite(self.norms):
+            raise SymmetryError("the weights of a head hold NaN or Inf, or are too large to square")
+        #: number of products summed into one entry of M, and of weights per key/value head
+        self.length = sum(x.shape[1] * x.shape[3] for x, _ in self.legs)
+        self.entries = sum(x[0].numel() for x, _ in self.legs)
+
+    def gram(self, a: torch.Tensor, b: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+        """M of the pairs (a, b), query heads of b in ``order``, (k, m); float64, (k, d, d)."""
+        rows = torch.arange(len(order), device=self.device)[:, None]
+        straight = torch.equal(order, torch.arange(self.m, device=self.device).expand_as(order))
+        gram = self._zeros(len(a))
+        for x, y in self.legs:
+            x, y = _take(x, a), _take(y, b)
+            if y.shape[1] > 1 and not straight:
+                y = y[rows, order]
+            gram += (x @ y.mT).sum(1)
+        return gram.double()
+
+    def pairs(self, a: torch.Tensor, b: torch.Tensor) -> PairGram:
+        """Cross-Gram matrices of the pairs (a, b), each of shape (k,)."""
+        shared, query = self._zeros(len(a)), None
+        for x, y in self.legs:
+            m, d = x.shape[1:3]
+            gram = _take(x, a).flatten(1, 2) @ _take(y, b).flatten(1, 2).mT
+            if m == 1:
+                shared += gram
+            else:
+                blocks = gram.view(-1, m, d, m, d).transpose(2, 3)
+                query = blocks if query is None else query + blocks
+        return PairGram(shared, query)
+
+    def project(self, a: torch.Tensor, b: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
+        """Best element for the matrices ``gram`` (k, d, d) of the pairs (a, b).
+
+        The errors of sums of n products add up like sqrt(n) eps times the norms of the factors.
+        """
+        eps = torch.finfo(self.work).eps
+        return self.group.project(
+            gram, self.length**0.5 * eps * self.norms[0, a] * self.norms[1, b]
+        )
+
+    def rotation(
+        self, a: torch.Tensor, b: torch.Tensor, gram: torch.Tensor, stored: torch.dtype
+    ) -> torch.Tensor:
+        """Best element for each pair, or the identity where moving does not pay; (k, d, d)."""
+        left, right = self.norms[0, a], self.norms[1, b]
+        # Mean square of a rounding error is at most (eps |x|)^2 / 12 per entry.
+        rounding = 0.0 if self.group.exact else torch.finfo(stored).eps ** 2 / 12
+        # Rounding errors of M can feign a gain of the first order.
+        noise = 4.0 * float(self.group.n) ** 0.5 * torch.finfo(self.work).eps
+        distance = left**2 + right**2 - 2 * gram.diagonal(dim1=-2, dim2=-1).sum(-1)
+        chance = chance_share(self.group.freedom, self.entries)
+        least = rounding * right**2 + noise * left * right + chance * distance.clamp(min=0)
+        result = torch.eye(self.group.n, dtype=gram.dtype, device=self.device).repeat(len(a), 1, 1)
+        (open_,) = torch.nonzero(self.group.most_gain(gram) > least, as_tuple=True)
+        if len(open_) == 0:
+            return result
+        eye, some = result[open_], gram[open_]
+        g = self.project(a[open_], b[open_], some)
+        # Decrease of the squared distance, 2 <g - 1, M>, written without cancellation: at the
+        # optimum g^T M is symmetric on the group's algebra and (g - 1)^T (g - 1) = 2 - g - g^T.
+        gain = inner((g - eye).mT @ (g - eye), g.mT @ some)
+        result[open_] = torch.where((gain > least[open_])[:, None, None], g, eye)
+        return result
+
+    def bounds(self, *, every_column: bool, exact: bool = False) -> HeadBounds:
+        """Bound the objective of all pairs of heads.
+
+        Parameters
+        ----------
+        every_column : bool
+            Whether all columns of the legs are looked at; else some, evenly spread.
+        exact : bool
+            Whether the best value itself is taken of the cross-Gram matrices, not a bound of it.
+        """
+        shared = [k for k, (x, _) in enumerate(self.legs) if x.shape[1] == 1]
+        query = [k for k, (x, _) in enumerate(self.legs) if x.shape[1] > 1]
+        kv, m = self.kv, self.m
+        result = torch.zeros(kv, kv, m, m, dtype=torch.float64, device=self.device)
+        if query:
+            every = self._bound(query, every_column, exact)
+            result = every.view(kv, m, kv, m).transpose(1, 2)
+        return HeadBounds(self._bound(shared, every_column, exact), result)
+
+    def _bound(self, legs: Sequence[int], every_column: bool, exact: bool) -> torch.Tensor:
+        """Upper bounds of what some legs add for all pairs of their heads, (A, B), float64."""
+        if not legs:
+            return torch.zeros(self.kv, self.kv, dtype=torch.float64, device=self.device)
+        norms = torch.stack([self._norms[k].flatten(1) for k in legs])
+        square = norms.square().sum(0)  # (2, heads)
+        most = square[0].sqrt()[:, None] * square[1].sqrt()
+        total = torch.zeros_like(most)
+        seen = torch.zeros_like(square)
+        # A power of two with which squares of products stay in the range of the working dtype.
+        unit = torch.ldexp(
+            torch.ones((), dtype=most.dtype), -torch.frexp(most.amax().cpu()).exponent
+        )
+        complete = True
+        for index, part in self.group.factors():
+            sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
+            for k in legs:
+                width = self.legs[k][0].shape[3]
+                number = width if every_column else columns(width, index.shape[1])
+                complete &= number == width
+                for side, x in enumerate(self.legs[k]):
+                    cells = _cells(x, index.to(self.device), number)
+                    seen[side] += cells.square().sum((0, 2, 3), dtype=torch.float64)
+                    sides[side].append(cells if side else cells * float(unit))
+            total += _measured(*sides, part.value if exact else part.bound) / float(unit)
+        if not complete:
+            # Widened by rounding: what is left of a square is known to so many of its digits.
+            eps = self.length**0.5 * torch.finfo(self.work).eps
+            left, right = ((square - seen).clamp(min=0) + eps * square).sqrt()
+            total += left[:, None] * right
+        return torch.minimum(total, most)
+
+    def _zeros(self, count: int) -> torch.Tensor:
+        n = self.group.n
+        return torch.zeros(count, n, n, dtype=self.work, device=self.device)
+
+
+def columns(width: int, cell: int) -> int:
+    """Return how many columns of a leg bounds look at for cells of some dimensions.
+
+    Columns s of independent heads leave about sqrt(cell / s) of the bound by the norms. All are
+    taken where that is not much more than some.
+    """
+    number = max(LEAST, PER_DIMENSION * cell)
+    return width if 2 * number > width else number
 
 
 def _rows(piece: Piece, axis: str) -> torch.Tensor:
@@ -140,14 +260,44 @@ def _rows(piece: Piece, axis: str) -> torch.Tensor:
     return x.flatten(3) if x.dim() > 3 else x.unsqueeze(3)
 
 
-def _cross(x: torch.Tensor, y: torch.Tensor, all_pairs: bool) -> torch.Tensor:
-    """Cross-Gram matrices of all pairs of heads, (a, b, i, j, d, d); only b = a if not asked.
+def _norms(x: torch.Tensor) -> torch.Tensor:
+    """Frobenius norms of all heads, (kv, g), float64."""
+    result: torch.Tensor = torch.linalg.vector_norm(x, dim=(2, 3)).double()
+    return result
 
-    Without ``all_pairs`` the result has shape (a, 1, m, m, d, d) and holds i = j alone.
-    """
-    kv, m, d, _ = x.shape
-    if all_pairs:
-        gram = x.flatten(0, 2) @ y.flatten(0, 2).mT
-        return gram.view(kv, m, d, kv, m, d).permute(0, 3, 1, 4, 2, 5)
-    diagonal = torch.diag_embed((x @ y.mT).permute(0, 2, 3, 1))  # (a, d, d, m, m)
-    return diagonal.permute(0, 3, 4, 1, 2).unsqueeze(1)
+
+def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return the key/value heads of an index; the given ones where that is all of them."""
+    straight = torch.arange(len(x), device=x.device)
+    return x if torch.equal(index, straight) else x[index]
+
+
+def _cells(x: torch.Tensor, index: torch.Tensor, number: int) -> torch.Tensor:
+    """Return some columns of all heads by cells, (cells, heads, dimensions, columns)."""
+    width = x.shape[3]
+    if number < width:
+        x = x[..., torch.arange(number, device=x.device) * width // number]
+    x = x.flatten(0, 1)
+    if index.shape[0] == 1 and index.shape[1] == x.shape[1]:
+        return x.unsqueeze(0)
+    return x[:, index].transpose(0, 1)
+
+
+def _measured(
+    left: Sequence[torch.Tensor],
+    right: Sequence[torch.Tensor],
+    measure: Callable[[torch.Tensor], torch.Tensor],
+) -> torch.Tensor:
+    """Add up a measure of the cross-Gram matrices of all pairs of heads over cells, (A, B)."""
+    cells, heads, d, _ = left[0].shape
+    step = max(1, ENTRIES // (cells * heads * d * d))
+    result = []
+    for start in range(0, heads, step):
+        grams = [
+            x[:, start : start + step].flatten(1, 2) @ y.flatten(1, 2).mT
+            for x, y in zip(left, right, strict=True)
+        ]
+        gram = grams[0] if len(grams) == 1 else torch.stack(grams).sum(0)
+        blocks = gram.view(cells, -1, d, heads, d).transpose(2, 3)
+        result.append(measure(blocks).double().sum(0))
+    return torch.cat(result)
