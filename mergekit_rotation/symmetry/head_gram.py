@@ -212,9 +212,8 @@ class HeadAxis:
         total = torch.zeros_like(most)
         seen = torch.zeros_like(square)
         # A power of two with which squares of products stay in the range of the working dtype.
-        unit = torch.ldexp(
-            torch.ones((), dtype=most.dtype), -torch.frexp(most.amax().cpu()).exponent
-        )
+        power = torch.frexp(most.amax()).exponent.clamp(-1000, 1000)
+        unit = float(torch.ldexp(torch.ones_like(most.amax()), -power))
         complete = True
         for index, part in self.group.factors():
             sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
@@ -225,8 +224,8 @@ class HeadAxis:
                 for side, x in enumerate(self.legs[k]):
                     cells = _cells(x, index.to(self.device), number)
                     seen[side] += cells.square().sum((0, 2, 3), dtype=torch.float64)
-                    sides[side].append(cells if side else cells * float(unit))
-            total += _measured(*sides, part.value if exact else part.bound) / float(unit)
+                    sides[side].append(cells if side else cells * unit)
+            total += _measured(*sides, part.value if exact else part.bound) / unit
         if not complete:
             # Widened by rounding: what is left of a square is known to so many of its digits.
             eps = self.length**0.5 * torch.finfo(self.work).eps

@@ -7,6 +7,7 @@ import pytest
 import scipy.linalg
 import torch
 from hypothesis import given
+from hypothesis import strategies as st
 
 from laws import (
     ANY_KIND,
@@ -133,6 +134,55 @@ def test_bound_is_subadditive_and_above_the_value(name, size, seed, kind):
     assert (
         group.bound(a + b) <= group.bound(a) + group.bound(b) + atol * (norm(a) + norm(b))
     ).all()
+
+
+@every_group
+@LAW
+@given(size=SIZES, seed=SEEDS, kind=ANY_KIND)
+def test_a_group_is_the_product_of_its_factors(name, size, seed, kind):
+    group = GROUPS[name](size)
+    gram = matrices(kind, seed, BATCH, group.n, group.n)
+    index = torch.cat([cells.flatten() for cells, _ in group.factors()])
+    assert torch.equal(index.sort().values, torch.arange(group.n))
+    value, bound = torch.zeros(2, BATCH, dtype=DOUBLE)
+    for cells, part in group.factors():
+        assert cells.shape[1] == part.n
+        blocks = gram[:, cells[:, :, None], cells[:, None, :]]
+        value = value + part.value(blocks).sum(1)
+        bound = bound + part.bound(blocks).sum(1)
+    atol = tolerance(group.n**2) * norm(gram)
+    assert ((value - group.value(gram)).abs() <= atol).all()
+    assert (bound >= group.value(gram) - atol).all()
+
+
+@every_group
+@LAW
+@given(size=SIZES, seed=SEEDS, kind=ANY_KIND, share=st.sampled_from([0.0, 1e-3, 1.0]))
+def test_no_element_gains_more_than_the_most_gain(name, size, seed, kind, share):
+    group = GROUPS[name](size)
+    x = matrices(kind, seed, BATCH, group.n, group.n)
+    gram = x @ x.mT + share * norm(x)[:, None, None] * matrices(
+        "generic", seed + 1, group.n, group.n
+    )
+    gain = 2 * (group.value(gram) - gram.diagonal(dim1=-2, dim2=-1).sum(-1))
+    # The bound divides by the symmetric part: its rounding grows with the condition of that.
+    atol = tolerance(group.n**2) * norm(gram) * 1e3
+    assert (group.most_gain(gram) >= gain - atol).all()
+
+
+@LAW
+@given(size=st.integers(2, 12), seed=SEEDS)
+def test_the_most_gain_of_a_small_turn_is_that_gain(size, seed):
+    """Up to the third order: 2 (|M|_* - tr M) where M differs little from a positive matrix."""
+    x = normal(rng(seed), size, size)
+    positive = torch.eye(size, dtype=DOUBLE) + x @ x.mT / size
+    turn = normal(rng(seed + 1), size, size)
+    gram = positive + 1e-3 * (turn - turn.mT) / norm(turn)
+    gain = float(2 * (Orthogonal(size).value(gram) - gram.trace()))
+    most = float(Orthogonal(size).most_gain(gram))
+    assert gain <= most <= gain * 1.01 * float(torch.linalg.cond(positive)) + 1e-12
+    assert float(Orthogonal(size).most_gain(-positive)) == math.inf
+    assert float(Orthogonal(size).most_gain(torch.zeros(size, size, dtype=DOUBLE))) == math.inf
 
 
 @every_group
