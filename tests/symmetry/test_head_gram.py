@@ -77,7 +77,7 @@ def test_no_pair_and_no_order_exceeds_its_bound(name, every_column, seed, kv, m,
             gram = exact.gram(*torch.tensor([[a], [b]]), torch.tensor([order]))
             most = bounds.shared[a, b] + bounds.query[a, b][range(m), list(order)].sum()
             norms = legs.norms[0, a] * legs.norms[1, b]
-                rounding = legs.length * torch.finfo(torch.float32).eps * norms
+            rounding = legs.length * torch.finfo(torch.float32).eps * norms
             assert acting.value(gram)[0] <= most + rounding
 
 
