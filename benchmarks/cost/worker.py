@@ -44,7 +44,8 @@ def watched() -> Stages:
     from mergekit.plan import MergePlanner
 
     from mergekit_rotation.graph import block, tasks
-    from mergekit_rotation.symmetry import attention, factorisation, neurons
+    from mergekit_rotation.symmetry import factorisation, neurons
+    from mergekit_rotation.symmetry.head_gram import HeadAxis
     from mergekit_rotation.symmetry.vectors import Vectors
 
     stages = Stages()
@@ -55,7 +56,9 @@ def watched() -> Stages:
         (tasks.AlignBlock, "execute", "compare"),
         (tasks.AlignBlock, "_move", "act"),
         (block, "solve_attention", "heads"),
-        (attention, "head_gram", "heads: Gram"),
+        (HeadAxis, "bounds", "heads: bounds"),
+        (HeadAxis, "gram", "heads: Gram"),
+        (HeadAxis, "pairs", "heads: Gram"),
         (factorisation.torch.linalg, "svd", "heads: SVD"),
         (block, "solve_neurons", "neurons"),
         (neurons, "nearest_matching", "neurons: few columns"),

@@ -239,12 +239,15 @@ class _Solver:
         if self.m == 1 or self.bounds is None:
             return torch.ones_like(a, dtype=torch.bool)
         bound = self.bounds.query[a, b]
-        stay = bound.gather(2, found.order[..., None])
-        rest = bound.scatter(2, found.order[..., None], -torch.inf)
-        loss, _ = (stay[..., 0] - rest.amax(2)).sort(1)
-        # At least two query heads of another order are not where they are, and any may not be.
-        other = self.bounds.shared[a, b] + stay.sum((1, 2)) - loss[:, :2].sum(1)
-        other -= loss[:, 2:].clamp(max=0).sum(1)
+        bound = bound.gather(2, found.order[:, None].expand_as(bound))
+        stay = bound.diagonal(dim1=1, dim2=2)
+        # Half of it as a price of rows and columns: what any other entry has less.
+        less = (stay[:, :, None] + stay[:, None]) / 2 - bound
+        less.diagonal(dim1=1, dim2=2).fill_(torch.inf)
+        less, _ = less.amin(2).sort(1)
+        # In another order at least two query heads are elsewhere, and any others may be.
+        least = less[:, :2].sum(1) + less[:, 2:].clamp(max=0).sum(1)
+        other = self.bounds.shared[a, b] + stay.sum(1) - least
         return other < found.value - self.tie[a]
 
     # -- pairs of heads ---------------------------------------------------------------------------

@@ -276,8 +276,8 @@ class Orthogonal(Group):
         return torch.where((info == 0) & gain.isfinite(), gain, torch.inf)
 
     def bound(self, gram: torch.Tensor) -> torch.Tensor:
-        # Cauchy-Schwarz on the singular values: nuclear norm <= sqrt(n) Frobenius norm.
-        bound: torch.Tensor = self.n**0.5 * gram.square().sum(dim=(-2, -1)).sqrt()
+        # The nuclear norm is a norm, and that of one row is its length.
+        bound: torch.Tensor = gram.square().sum(-1).sqrt().sum(-1)
         return bound
 
     def sample(self, batch: int, generator: torch.Generator) -> torch.Tensor:

@@ -189,7 +189,8 @@ class HeadAxis:
         Parameters
         ----------
         every_column : bool
-            Whether all columns of the legs are looked at; else some, evenly spread.
+            Whether all columns of the legs are looked at; else some, those with the largest
+            norms.
         exact : bool
             Whether the best value itself is taken of the cross-Gram matrices, not a bound of it.
         """
@@ -221,8 +222,9 @@ class HeadAxis:
                 width = self.legs[k][0].shape[3]
                 number = width if every_column else columns(width, index.shape[1])
                 complete &= number == width
+                some = None if number == width else _largest(self.legs[k], number)
                 for side, x in enumerate(self.legs[k]):
-                    cells = _cells(x, index.to(self.device), number)
+                    cells = _cells(x, index.to(self.device), some)
                     seen[side] += cells.square().sum((0, 2, 3), dtype=torch.float64)
                     sides[side].append(cells if side else cells * unit)
             total += _measured(*sides, part.value if exact else part.bound) / unit
@@ -271,12 +273,16 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x if torch.equal(index, straight) else x[index]
 
 
-def _cells(x: torch.Tensor, index: torch.Tensor, number: int) -> torch.Tensor:
-    """Return some columns of all heads by cells, (cells, heads, dimensions, columns)."""
-    width = x.shape[3]
-    if number < width:
-        x = x[..., torch.arange(number, device=x.device) * width // number]
-    x = x.flatten(0, 1)
+def _largest(leg: Leg, number: int) -> torch.Tensor:
+    """Return the columns of a leg with the largest norms on both sides together."""
+    norms = [torch.linalg.vector_norm(x, dim=(0, 1, 2)) for x in leg]
+    result: torch.Tensor = (norms[0] + norms[1]).topk(number).indices
+    return result
+
+
+def _cells(x: torch.Tensor, index: torch.Tensor, some: torch.Tensor | None) -> torch.Tensor:
+    """Return columns of all heads by cells, (cells, heads, dimensions, columns); None: all."""
+    x = (x if some is None else x[..., some]).flatten(0, 1)
     if index.shape[0] == 1 and index.shape[1] == x.shape[1]:
         return x.unsqueeze(0)
     return x[:, index].transpose(0, 1)

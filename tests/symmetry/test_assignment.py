@@ -118,7 +118,7 @@ def test_only_pairs_whose_bound_can_compete_are_evaluated(n, seed):
 
 
 @LAW
-@given(n=st.integers(2, 30), seed=SEEDS)
+@given(n=ORDERS, seed=SEEDS)
 def test_dearer_bounds_are_asked_for_once_and_only_where_many_pairs_compete(n, seed):
     score = matrices("generic", seed, n, n)
     asked = []
