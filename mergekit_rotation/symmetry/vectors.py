@@ -9,8 +9,9 @@ import torch
 from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.precision import all_finite
 
-#: numbers that are cast to the working precision at a time: few enough to stay in a cache
-BLOCK = 2**18
+#: numbers that are cast to the working precision at a time: few enough to stay in a cache; and
+#: for an accelerator
+BLOCK, LARGE_BLOCK = 2**16, 2**26
 
 
 @dataclass(frozen=True)
@@ -75,16 +76,26 @@ class Vectors:
     @cached_property
     def norms(self) -> torch.Tensor:
         """Norms of the plain and of the signed parts of both sides, float64, (2 kinds, 2, n)."""
-        result = torch.zeros(2, 2, self.count, dtype=torch.float64, device=self.device)
+        return self._sums[0]
+
+    @cached_property
+    def _sums(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return `norms`, and the products of every row with the same of the other, (2 kinds, n).
+
+        Everything is read once.
+        """
+        norms = torch.zeros(2, 2, self.count, dtype=torch.float64, device=self.device)
+        products = torch.zeros(2, self.count, dtype=self.work, device=self.device)
         for part in self.parts:
-            for side, x in enumerate((part.a, part.b)):
-                one = result[int(part.signed), side]
-                torch.hypot(one, row_norms(x, self.work).double(), out=one)
-        if not all_finite(result):
+            kind = int(part.signed)
+            *squares, inner = row_sums(part.a, part.b, self.work)
+            norms[kind].copy_(torch.hypot(norms[kind], torch.stack(squares).double().sqrt()))
+            products[kind] += inner
+        if not all_finite(norms):
             raise SymmetryError(
                 "the weights of a neuron hold NaN or Inf, or are too large to square"
             )
-        return result
+        return norms, products
 
     @property
     def error(self) -> float:
@@ -103,14 +114,17 @@ class Vectors:
         for known, found in self._known:
             if torch.equal(known, index):
                 return found
-        zero = torch.zeros(self.count, dtype=self.work, device=self.device)
-        plain, signed = zero, zero.clone()
-        straight = torch.equal(index, torch.arange(self.count, device=self.device))
-        for part in self.parts:
-            products = row_products(part.a, part.b, None if straight else index, self.work)
-            (signed if part.signed else plain).add_(products)
+        rows = torch.arange(self.count, device=self.device)
+        plain, signed = self._sums[1] if torch.equal(index, rows) else self.pairs(rows, index)
         self._known.append((index, (plain, signed)))
         return plain, signed
+
+    def pairs(self, i: torch.Tensor, j: torch.Tensor) -> torch.Tensor:
+        """Plain and signed inner products of rows i with rows j of the other, (2 kinds, k)."""
+        result = torch.zeros(2, len(i), dtype=self.work, device=self.device)
+        for part in self.parts:
+            result[int(part.signed)] += pair_products(part.a, part.b, i, j, self.work)
+        return result
 
     def scores(self, index: torch.Tensor) -> torch.Tensor:
         """Score of every row i with row ``index[i]``, float64, (n,)."""
@@ -136,43 +150,45 @@ class Vectors:
         return result.abs_() if signed else result
 
 
-def row_norms(x: torch.Tensor, work: torch.dtype) -> torch.Tensor:
-    """Norm of every row of (n, m), in the working precision."""
-    dim = 1 if x.is_contiguous() else 0
-    square = torch.zeros(x.shape[0], dtype=work, device=x.device)
-    for rows, y, _ in _blocks(x, x, None, work):
-        square[rows] += y.square().sum(dim)
-    return square.sqrt()
+def row_sums(
+    x: torch.Tensor, y: torch.Tensor, work: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Squared norms of the rows of x and y, both (n, m), and inner products of equal rows."""
+    n, m = x.shape
+    first, second, inner = torch.zeros(3, n, dtype=work, device=x.device)
+    if x.is_contiguous():
+        for rows in _slices(n, m, x.device):
+            one, other = x[rows].to(work), y[rows].to(work)
+            first[rows] = torch.linalg.vector_norm(one, dim=1).square()
+            second[rows] = torch.linalg.vector_norm(other, dim=1).square()
+            inner[rows] = (one * other).sum(1)
+        return first, second, inner
+    for columns in _slices(m, n, x.device):
+        one, other = x.mT[columns].to(work), y.mT[columns].to(work)
+        first += one.square().sum(0)
+        second += other.square().sum(0)
+        inner += (one * other).sum(0)
+    return first, second, inner
 
 
-def row_products(
-    x: torch.Tensor, y: torch.Tensor, index: torch.Tensor | None, work: torch.dtype
+def pair_products(
+    x: torch.Tensor, y: torch.Tensor, i: torch.Tensor, j: torch.Tensor, work: torch.dtype
 ) -> torch.Tensor:
-    """Inner products of the rows of x with rows ``index`` of y (None: the same), (n,)."""
-    dim = 1 if x.is_contiguous() else 0
-    result = torch.zeros(x.shape[0], dtype=work, device=x.device)
-    for rows, one, other in _blocks(x, y, index, work):
-        result[rows] += (one * other).sum(dim)
+    """Inner products of rows i of x with rows j of y, (k,)."""
+    result = torch.zeros(len(i), dtype=work, device=x.device)
+    if x.is_contiguous():
+        for some in _slices(len(i), x.shape[1], x.device):
+            one, other = x.index_select(0, i[some]), y.index_select(0, j[some])
+            result[some] = (one.to(work) * other.to(work)).sum(1)
+        return result
+    for columns in _slices(x.shape[1], max(len(i), len(x)), x.device):
+        one, other = x.mT[columns].to(work), y.mT[columns].to(work)
+        result += (one.index_select(1, i) * other.index_select(1, j)).sum(0)
     return result
 
 
-def _blocks(
-    x: torch.Tensor, y: torch.Tensor, index: torch.Tensor | None, work: torch.dtype
-) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor]]:
-    """Yield blocks of x and of the rows ``index`` of y in the order in which x is stored.
-
-    Rows are cut where they are contiguous; otherwise columns, and the blocks are transposed.
-    """
-    step = max(1, BLOCK // max(1, x.shape[1] if x.is_contiguous() else x.shape[0]))
-    if x.is_contiguous():
-        for start in range(0, x.shape[0], step):
-            rows = slice(start, start + step)
-            other = y[rows] if index is None else y.index_select(0, index[rows])
-            yield rows, x[rows].to(work), other.to(work)
-        return
-    for start in range(0, x.shape[1], step):
-        columns = slice(start, start + step)
-        other = y.mT[columns].to(work)
-        if index is not None:
-            other = other.index_select(1, index)
-        yield slice(None), x.mT[columns].to(work), other
+def _slices(count: int, size: int, device: torch.device) -> Iterator[slice]:
+    """Cut ``count`` lines of ``size`` numbers into blocks."""
+    block = BLOCK if device.type == "cpu" else LARGE_BLOCK
+    step = max(1, block // max(1, size))
+    return (slice(start, start + step) for start in range(0, count, step))

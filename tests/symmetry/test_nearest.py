@@ -9,7 +9,7 @@ from scipy.optimize import linear_sum_assignment
 from laws import DOUBLE, LAW, SEEDS, rng
 from mergekit_rotation.symmetry import NeuronLayout, Pattern, SymmetryError, nearest, neurons
 from mergekit_rotation.symmetry.nearest import nearest_matching
-from mergekit_rotation.symmetry.vectors import Part, Vectors, row_norms, row_products
+from mergekit_rotation.symmetry.vectors import Part, Vectors, pair_products, row_sums
 
 units = pytest.mark.parametrize("fast", [False, True], ids=["without units", "with units"])
 
@@ -218,13 +218,17 @@ def test_neurons_are_solved_as_with_all_products(noise, monkeypatch):
 def test_norms_and_products_of_rows_in_blocks(transposed, dtype, monkeypatch):
     monkeypatch.setattr("mergekit_rotation.symmetry.vectors.BLOCK", 64)
     x, y = (torch.randn(30, 17, generator=rng(k), dtype=DOUBLE).to(dtype) for k in range(2))
-    index = torch.randperm(30, generator=rng(2))
     if transposed:
         x, y = x.mT.contiguous().mT, y.mT.contiguous().mT
     bound = 17 * torch.finfo(torch.float32).eps
-    norms = x.double().norm(dim=1)
-    assert ((row_norms(x, torch.float32).double() - norms).abs() <= bound * norms).all()
-    exact = (x.double() * y.double()[index]).sum(1)
-    scale = norms * y.double()[index].norm(dim=1)
-    found = row_products(x, y, index, torch.float32).double()
-    assert ((found - exact).abs() <= bound * scale).all()
+    left, right = x.double().norm(dim=1), y.double().norm(dim=1)
+    first, second, inner = (z.double() for z in row_sums(x, y, torch.float32))
+    assert ((first.sqrt() - left).abs() <= bound * left).all()
+    assert ((second.sqrt() - right).abs() <= bound * right).all()
+    exact = (x.double() * y.double()).sum(1)
+    assert ((inner - exact).abs() <= bound * left * right).all()
+    rows = torch.arange(len(x))[::2].repeat(3)
+    columns = torch.randperm(30, generator=rng(2)).repeat(2)[: len(rows)]
+    exact = (x.double()[rows] * y.double()[columns]).sum(1)
+    found = pair_products(x, y, rows, columns, torch.float32).double()
+    assert ((found - exact).abs() <= bound * left[rows] * right[columns]).all()
