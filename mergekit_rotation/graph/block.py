@@ -125,7 +125,12 @@ class BlockSpec(BaseModel):
         return without_gauge(tensor.to(working_dtype(tensor.dtype)), name, layout)
 
     def solve(
-        self, reference: Tensors, other: Tensors, stored: torch.dtype, where: str
+        self,
+        reference: Tensors,
+        other: Tensors,
+        stored: torch.dtype,
+        where: str,
+        work: torch.dtype | None = None,
     ) -> Transformation | None:
         """Return what brings the other side closest to the reference.
 
@@ -136,6 +141,8 @@ class BlockSpec(BaseModel):
             Precision in which the moved tensors will be stored.
         where : str
             Model and layer, for errors.
+        work : torch.dtype, optional
+            `product_dtype` of all legs, where that is known.
 
         Returns
         -------
@@ -151,7 +158,7 @@ class BlockSpec(BaseModel):
             return ()
         find: Callable[[Tensors, Tensors], Transformation]
         try:
-            reference, other = _raised(self._legs(reference), self._legs(other))
+            reference, other = _raised(self._legs(reference), self._legs(other), work=work)
             layout = self.layout()
             if isinstance(layout, AttentionLayout):
                 layout = self._used_heads(layout)
@@ -253,8 +260,9 @@ class BlockSpec(BaseModel):
         return act(transformation, tensor, pattern, dict(self.sizes))
 
 
-def _raised(*sides: Tensors) -> tuple[Tensors, ...]:
+def _raised(*sides: Tensors, work: torch.dtype | None) -> tuple[Tensors, ...]:
     """Return the legs as they are, or in float64 if products of their entries need it."""
-    if product_dtype(*(x for side in sides for x in side.values())) != torch.float64:
+    work = work or product_dtype(*(x for side in sides for x in side.values()))
+    if work != torch.float64:
         return sides
     return tuple({name: x.double() for name, x in side.items()} for side in sides)

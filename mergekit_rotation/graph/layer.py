@@ -50,6 +50,8 @@ class LayerPlan:
         self.context = context
         self.entries = {weight.name: (weight, task) for weight, task in entries}
         self.order = list(entries)
+        #: of everything that belongs to one output tensor: what stock would use
+        self.labels = {weight.name: str(unwrap(task).group_label()) for weight, task in entries}
         self.sources = sources
         self.offset = layer_offset
         self.index = index
@@ -67,9 +69,9 @@ class LayerPlan:
             except Unsupported as problem:
                 self._refuse_or_skip(other, problem)
                 self.leave(other, reference, self.name, str(problem))
-        return [
-            (weight, self._rewrite(weight, task, reference, inputs)) for weight, task in self.order
-        ]
+        tasks = dict.fromkeys(one.task for one in inputs.values())
+        blocks = tuple(task for task in tasks if isinstance(task, AlignBlock))
+        return [(info, self._rewrite(info, task, inputs, blocks)) for info, task in self.order]
 
     def _refuse_or_skip(self, other: ModelReference, problem: Unsupported) -> None:
         first = self.order[0][0].name if self.order else ""
@@ -117,7 +119,7 @@ class LayerPlan:
                 spec=spec,
                 layer=self.name,
                 layers=layers,
-                label=min(self._label(leg.name) for leg in legs),
+                label=min(self.labels[leg.name] for leg in legs),
                 legs=legs,
             )
             for leg in legs:
@@ -149,7 +151,7 @@ class LayerPlan:
             optional=info.optional,
             aliases=info.aliases,
             tied_names=info.tied_names,
-            label=self._label(name),
+            label=self.labels[name],
             leg=True,
         )
         self.context.check_present(load)
@@ -183,11 +185,6 @@ class LayerPlan:
         weight, task = self.entries[name]
         dtype: str | None = weight.force_dtype or unwrap(task).dtype
         return dtype
-
-    def _label(self, name: str) -> str:
-        """Label of everything that belongs to one output tensor: what stock would use."""
-        _, task = self.entries[name]
-        return str(unwrap(task).group_label())
 
     def spec(
         self,
@@ -250,12 +247,12 @@ class LayerPlan:
         self,
         weight: WeightInfo,
         task: ExecuteMergeMethodTask,
-        reference: ModelReference,
         inputs: dict[tuple[str, ModelReference], Input],
+        blocks: tuple[AlignBlock, ...],
     ) -> ExecuteMergeMethodTask:
         gather = unwrap(task)
-        label = self._label(weight.name)
-        after = self._after(weight.name, label, inputs)
+        label = self.labels[weight.name]
+        after = self._after(weight.name, label, blocks)
         if not any(name == weight.name for name, _ in inputs):
             waiting = GatherChecked(
                 weight_info=gather.weight_info,
@@ -282,15 +279,14 @@ class LayerPlan:
         return rewrap(task, aligned)
 
     def _after(
-        self, name: str, label: str, inputs: dict[tuple[str, ModelReference], Input]
+        self, name: str, label: str, blocks: tuple[AlignBlock, ...]
     ) -> tuple[AlignBlock, ...]:
         """Return the blocks whose first tensor mergekit merges before this one."""
-        blocks = dict.fromkeys(i.task for i in inputs.values() if isinstance(i.task, AlignBlock))
         return tuple(
             block
             for block in blocks
             if block.label is not None
-            and block.label < label <= max(self._label(leg.name) for leg in block.legs)
+            and block.label < label <= max(self.labels[leg.name] for leg in block.legs)
             and all(leg.name != name for leg in block.legs)
         )
 

@@ -6,7 +6,7 @@ on; then mergekit's stock method runs on them.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mergekit.architecture import WeightInfo
 from mergekit.common import ImmutableMap, ModelReference
@@ -28,9 +28,10 @@ from mergekit_rotation.graph.inputs import (
 )
 from mergekit_rotation.graph.layer import Entry, LayerPlan, rewrap, unwrap
 from mergekit_rotation.graph.lost import warn_of_lost, warn_of_partial
-from mergekit_rotation.graph.output import Output
 from mergekit_rotation.graph.tasks import GatherChecked
-from mergekit_rotation.graph.whole import WholeModels
+
+if TYPE_CHECKING:
+    from mergekit_rotation.graph.whole import WholeModels
 
 
 class Alignment:
@@ -79,6 +80,9 @@ class Alignment:
                 checkpoint.warn_of_two_formats()
         check_depths(self.context)
         if self.settings.used() or parameters.named_models(config):
+            from mergekit_rotation.graph.output import Output
+            from mergekit_rotation.graph.whole import WholeModels
+
             output = Output(self.context, self._one_reference())
             self.whole = WholeModels(output, self.settings)
 

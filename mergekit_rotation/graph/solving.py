@@ -34,7 +34,7 @@ from mergekit_rotation.symmetry import (
     into_stream,
     solve_permutation,
     solve_rotation,
-    squared_distance,
+    squares,
     target_norm,
 )
 
@@ -190,7 +190,8 @@ class ModelSolver:
                 continue
             square = [0.0, 0.0]
             for x, y in self.sides.outer_sides(template, last.stream):
-                square = [square[0] + squared_distance(x), square[1] + squared_distance(y)]
+                one = squares(x, y)
+                square = [square[0] + one.first, square[1] + one.second]
             for x, y in self.sides.outer_sides(template, last.stream):
                 yield x, y, dim, _unit(square[0] ** 0.5, square[1] ** 0.5) * share
         for pair in self.pairs:
@@ -287,12 +288,12 @@ class ModelSolver:
                 for n in names
                 if n in goal
             )
-            squares = [
-                (squared_distance(x, y), squared_distance(x, image), squared_distance(x))
-                for x, y, image in sides
-            ]
-            columns = zip(*squares, strict=True) if squares else ((), (), ())
-            distance, after, scale = (sum(column) for column in columns)
+            distance = after = scale = 0.0
+            for x, y, image in sides:
+                one = squares(x, y)
+                scale += one.first
+                distance += one.apart
+                after += one.apart if image is y else squares(x, image).apart
             transformation = attempt
             if candidate.stream is not None or after <= distance:
                 break
@@ -356,11 +357,11 @@ class ModelSolver:
             if name not in fixed:  # a norm, which its readers stand for
                 continue
             x, y = (_seen(spec, name, side[name]) for side in (fixed, images))
-            distance = squared_distance(x, y)
+            scale, _, distance, _ = squares(x, y)
             if candidate.stream is None:
                 distance += averaged_apart(name, reference, moved, self.layout)
             candidate.entries += x.numel()
-            candidate.add(name, layers, distance, squared_distance(x))
+            candidate.add(name, layers, distance, scale)
 
     def _set_norms(
         self,

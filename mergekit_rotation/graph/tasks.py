@@ -15,10 +15,13 @@ from mergekit_rotation.graph.checkpoints import FLOATING
 from mergekit_rotation.graph.errors import RotationError, is_out_of_memory, one_line
 from mergekit_rotation.graph.motion import orders
 from mergekit_rotation.symmetry import (
+    Squares,
     Transformation,
     all_finite,
     full_precision,
-    squared_distance,
+    product_dtype,
+    squares,
+    working_dtype,
 )
 
 Tensors = Mapping[str, torch.Tensor]
@@ -90,6 +93,9 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
     label: str | None
     legs: tuple[Leg, ...]
 
+    def __hash__(self) -> int:  # planning asks often, and what tells blocks apart is short
+        return hash((self.layer, self.layers, self.spec.kind, self.legs[0].other.model))
+
     def arguments(self) -> dict[str, Task]:
         loads: dict[str, Task] = {f"reference:{leg.name}": leg.reference for leg in self.legs}
         return loads | {f"other:{leg.name}": leg.other for leg in self.legs}
@@ -106,13 +112,16 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
         other = self._side("other", kwargs)
         with torch.no_grad(), full_precision():
             same = all(torch.equal(reference[n], other[n]) for n in reference if n in other)
-            solved = () if same else self._solve(reference, other)
+            apart = self._compare(reference, other)
+            before = sum(one.apart for one in apart.values())
+            scale = sum(one.first for one in apart.values())
+            solved = () if same else self._solve(reference, other, apart)
             transformation = solved or ()
-            moved, before, after, scale = self._move(transformation, reference, other)
+            moved, after = self._move(transformation, reference, other, apart)
             overflows = not all(all_finite(x) for name, x in moved.items() if x is not other[name])
             if overflows or after > before:  # nothing may get worse, not even by rounding
                 transformation = ()
-                moved, before, after, scale = self._move(transformation, reference, other)
+                moved, after = self._move(transformation, reference, other, apart)
         record = run.Record(
             model=str(self.legs[0].other.model),
             reference=str(self.legs[0].reference.model),
@@ -154,42 +163,52 @@ class AlignBlock(Task[dict[str, torch.Tensor]]):
                 result[leg.name] = tensor
         return result
 
-    def _solve(self, reference: Tensors, other: Tensors) -> Transformation | None:
+    def _compare(self, reference: Tensors, other: Tensors) -> dict[str, Squares]:
+        """Return squares and distances of the legs that both models have, as they are seen."""
+        return {
+            leg.name: self._squares(leg.name, reference[leg.name], other[leg.name])
+            for leg in self.legs
+            if leg.name in reference and leg.name in other
+        }
+
+    def _squares(self, name: str, fixed: torch.Tensor, tensor: torch.Tensor) -> Squares:
+        return squares(self.spec.seen(name, fixed), self.spec.seen(name, tensor))
+
+    def _solve(
+        self, reference: Tensors, other: Tensors, apart: Mapping[str, Squares]
+    ) -> Transformation | None:
         stored = next(
             dtype_from_name(leg.dtype) or other[leg.name].dtype
             for leg in self.legs
             if leg.name in other
         )
         where = f"{self.legs[0].other.model}: {self.spec.kind} of {self.layer}"
-        return self.spec.solve(reference, other, stored, where)
+        alone = [x for side in (reference, other) for n, x in side.items() if n not in apart]
+        work = working_dtype(product_dtype(*alone), *(one.work for one in apart.values()))
+        return self.spec.solve(reference, other, stored, where, work)
 
     def _move(
         self,
         transformation: Transformation,
         reference: Tensors,
         other: Tensors,
-    ) -> tuple[dict[str, torch.Tensor], float, float, float]:
-        """Return the moved tensors, and squared distances: before, after, of the reference."""
+        apart: Mapping[str, Squares],
+    ) -> tuple[dict[str, torch.Tensor], float]:
+        """Return the moved tensors, and their squared distance from the reference."""
         moved: dict[str, torch.Tensor] = {}
-        before = after = scale = 0.0
+        after = 0.0
         for leg in self.legs:
             if leg.name not in other:
                 continue
             tensor = other[leg.name]
-            fixed = reference.get(leg.name)
             image = self.spec.move(transformation, leg.name, tensor)
-            if fixed is not None:
-                fixed = self.spec.seen(leg.name, fixed)
-                scale += squared_distance(fixed)
-                change = self._apart(leg.name, fixed, tensor)
-                before += change
-                after += change if image is tensor else self._apart(leg.name, fixed, image)
             moved[leg.name] = image.to(dtype_from_name(leg.dtype) or tensor.dtype)
-        return moved, before, after, scale
-
-    def _apart(self, name: str, fixed: torch.Tensor, tensor: torch.Tensor) -> float:
-        """Squared distance of a leg from what is seen of the reference's."""
-        return squared_distance(fixed, self.spec.seen(name, tensor))
+            if leg.name in apart:
+                known = apart[leg.name]
+                if image is not tensor:
+                    known = self._squares(leg.name, reference[leg.name], image)
+                after += known.apart
+        return moved, after
 
 
 def check_shape(tensor: torch.Tensor, load: LoadTensor, expected: tuple[int, ...]) -> None:

@@ -28,7 +28,7 @@ from mergekit_rotation.symmetry.assignment import lazy_assignment, linear_assign
 from mergekit_rotation.symmetry.attention import AttentionLayout, solve_attention
 from mergekit_rotation.symmetry.axes import Pattern, Piece, base_axis
 from mergekit_rotation.symmetry.chance import chance_share
-from mergekit_rotation.symmetry.distance import squared_distance
+from mergekit_rotation.symmetry.distance import Squares, squares
 from mergekit_rotation.symmetry.errors import PatternError, SymmetryError
 from mergekit_rotation.symmetry.experts import ExpertLayout, solve_experts
 from mergekit_rotation.symmetry.factorisation import eigh, svd
@@ -109,6 +109,7 @@ __all__ = [
     "SignedPermutation",
     "StreamLayout",
     "StreamMap",
+    "Squares",
     "SymmetryError",
     "Transformation",
     "Trivial",
@@ -139,7 +140,7 @@ __all__ = [
     "solve_permutation",
     "solve_rotation",
     "svd",
-    "squared_distance",
+    "squares",
     "target_norm",
     "working_dtype",
 ]

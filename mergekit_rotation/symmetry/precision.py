@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from math import isfinite
 
 import torch
 
@@ -37,12 +38,33 @@ def _squares_fit(x: torch.Tensor) -> bool:
     return not (0 < largest < 2.0**-48 or 2.0**48 < largest < float("inf"))
 
 
+def squares_fit(total: float, count: int) -> bool:
+    """Tell whether a sum of squares in float32 proves that float32 holds products of the entries.
+
+    Parameters
+    ----------
+    total : float
+        Sum of the squares of the entries of a tensor.
+    count : int
+        Number of entries.
+
+    Returns
+    -------
+    bool
+        If true, the largest entry is in the range that `product_dtype` asks for; else it may be.
+    """
+    return 2.0**-96 * count <= total <= 2.0**96
+
+
 def all_finite(x: torch.Tensor) -> bool:
     """Tell whether a floating-point tensor holds neither NaN nor Inf.
 
-    Both show in the extremes, which one pass without temporaries finds.
+    Both make their sum NaN or Inf, and a sum is twice as fast as the extremes, which decide where
+    the sum of finite numbers may have overflowed. Both are one pass without temporaries.
     """
-    return x.numel() == 0 or all(bool(torch.isfinite(end)) for end in torch.aminmax(x))
+    if x.numel() == 0 or isfinite(float(x.sum())):
+        return True
+    return all(isfinite(float(end)) for end in torch.aminmax(x))
 
 
 @contextmanager

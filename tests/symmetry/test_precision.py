@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from mergekit_rotation.symmetry import all_finite, full_precision, product_dtype, working_dtype
+from mergekit_rotation.symmetry.precision import squares_fit
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -54,3 +55,21 @@ def test_all_finite_finds_what_is_not(dtype):
                 assert all_finite(x)
                 x[position] = bad
                 assert not all_finite(x)
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float64])
+def test_finite_numbers_may_have_an_infinite_sum(dtype):
+    x = torch.full((9,), torch.finfo(dtype).max, dtype=dtype)
+    assert all_finite(x)
+    x[4] = float("inf")
+    assert not all_finite(x)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_a_sum_of_squares_proves_only_what_the_entries_show(dtype):
+    for exponent in range(-110, 111, 2):
+        for count in (1, 5, 300):
+            x = torch.zeros(count).index_fill(0, torch.tensor([0]), 2.0**exponent).to(dtype)
+            proven = squares_fit(float(x.float().square().sum()), count)
+            assert not proven or product_dtype(x) == torch.float32
+            assert proven or abs(exponent) > 40 or dtype == torch.float16
