@@ -5,12 +5,8 @@ import signal
 from collections import defaultdict
 
 import pytest
-import torch
 from mergekit import multigpu_executor
-from mergekit.io.loader import TensorLoader
-from mergekit.io.tensor_writer import TensorWriter
 
-from accelerator import on
 from mergekit_rotation.graph.tasks import AlignBlock
 from mergekit_rotation.symmetry import experts
 from merging import Twins, config, merge, merged, planner, same, weights
@@ -32,32 +28,6 @@ MERGES = [
     ("qwen2", {}, ("two",)),
     ("mixtral", {}, ("two",)),
 ]
-
-
-@pytest.fixture
-def accelerators(monkeypatch):
-    """Let torch and mergekit find two accelerators, in every worker of `MultiGPUExecutor`, too.
-
-    Files are read and written by way of the CPU, which safetensors otherwise does by itself.
-    """
-    write, get = TensorWriter._write_shard_task, TensorLoader.get
-
-    def write_from_cpu(writer, shard_data, *args, **kwargs):
-        write(writer, {name: x.cpu() for name, x in shard_data.items()}, *args, **kwargs)
-
-    def get_to_cpu(path, use_lazy_unpickle=False, device=None):
-        return get(path, use_lazy_unpickle)
-
-    monkeypatch.setattr(TensorWriter, "_write_shard_task", write_from_cpu)
-    monkeypatch.setattr(TensorLoader, "get", staticmethod(get_to_cpu))
-    monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_type", lambda: "cuda")
-    monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
-    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
-    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: None)
-    monkeypatch.setattr(torch.cuda, "stream", on)
-    with on():
-        yield
 
 
 @pytest.fixture
