@@ -8,6 +8,7 @@ that finds its cases only while it runs counts them with the fixture ``tally``.
 from collections import defaultdict
 
 import pytest
+import torch
 
 #: what is counted -> case -> tests that have not passed yet
 OPEN = pytest.StashKey[defaultdict[str, defaultdict[object, set[str]]]]()
@@ -59,6 +60,38 @@ def at_a_pace(monkeypatch):
 
     rates = Pace(1e9, 1e9, 1e-9, 1e-9, 1e9, 1.0)
     monkeypatch.setattr(Pace, "measured", classmethod(lambda cls: rates))
+
+
+@pytest.fixture
+def accelerators(monkeypatch):
+    """Let torch and mergekit find two accelerators, in every worker of `MultiGPUExecutor`, too.
+
+    Files are read and written by way of the CPU, which safetensors otherwise does by itself.
+    """
+    from mergekit import multigpu_executor
+    from mergekit.io.loader import TensorLoader
+    from mergekit.io.tensor_writer import TensorWriter
+
+    from accelerator import on
+
+    write, get = TensorWriter._write_shard_task, TensorLoader.get
+
+    def write_from_cpu(writer, shard_data, *args, **kwargs):
+        write(writer, {name: x.cpu() for name, x in shard_data.items()}, *args, **kwargs)
+
+    def get_to_cpu(path, use_lazy_unpickle=False, device=None):
+        return get(path, use_lazy_unpickle)
+
+    monkeypatch.setattr(TensorWriter, "_write_shard_task", write_from_cpu)
+    monkeypatch.setattr(TensorLoader, "get", staticmethod(get_to_cpu))
+    monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_type", lambda: "cuda")
+    monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: None)
+    monkeypatch.setattr(torch.cuda, "stream", on)
+    with on():
+        yield
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -4,6 +4,7 @@
     python benchmarks/cost --model "SmolLM2-135M=./SmolLM2-135M"     # real ones in their place
     python benchmarks/cost --against old.json   # and the ratio to a stored result
     python benchmarks/cost --large              # all layers, more runs
+    python benchmarks/cost --device cuda        # on a GPU, in at most ten minutes, see on_device.py
 
 Methods are run in turn, each merge in a process of its own; figures are the best of several runs.
 Ratios are to plain `linear` on the same models, of wall time of the whole process and from the
@@ -19,6 +20,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from pathlib import Path
 
@@ -28,7 +30,7 @@ sys.path.insert(0, str(HERE.parent))
 import torch  # noqa: E402
 import yaml  # noqa: E402
 from real import apart  # noqa: E402
-from report import markdown  # noqa: E402
+from report import device_markdown, markdown  # noqa: E402
 
 #: pairs that are merged: shape, companion, runs (of the last one several minutes), and with --large
 MERGES = (
@@ -42,8 +44,16 @@ MERGES = (
 METHODS = ("linear", "rotation_linear")
 
 
-def merge(method: str, models: list[Path], out: Path, *options: str) -> dict:
-    """Merge in a process of its own; seconds, peak memory in MiB, and what the worker tells."""
+def merge(
+    method: str, models: list[Path], out: Path, *options: str, limit: float | None = None
+) -> dict:
+    """Merge in a process of its own; seconds, peak memory in MiB, and what the worker tells.
+
+    Raises
+    ------
+    RuntimeError
+        If it fails, or takes longer than ``limit`` seconds.
+    """
     shutil.rmtree(out, ignore_errors=True)
     config = {
         "merge_method": method,
@@ -54,16 +64,23 @@ def merge(method: str, models: list[Path], out: Path, *options: str) -> dict:
     file.write_text(yaml.safe_dump(config), encoding="utf-8")
     command = [sys.executable, str(HERE / "worker.py"), *options, str(file), str(out)]
     start = time.perf_counter()
-    process = subprocess.Popen(
-        command,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )
-    assert process.stdout is not None
-    told = process.stdout.read()
-    _, status, usage = os.wait4(process.pid, 0)
-    assert status == 0, f"{method} of {models} failed"
+    with tempfile.TemporaryFile("w+") as errors:
+        process = subprocess.Popen(
+            command,
+            env={**os.environ, "HF_HUB_OFFLINE": "1"},
+            stdout=subprocess.PIPE,
+            stderr=errors,
+        )
+        timer = threading.Timer(limit or threading.TIMEOUT_MAX, process.kill)
+        timer.start()
+        assert process.stdout is not None
+        told = process.stdout.read()
+        _, status, usage = os.wait4(process.pid, 0)
+        timer.cancel()
+        if status != 0:
+            errors.seek(0)
+            last = (errors.read().strip().splitlines() or ["killed"])[-1]
+            raise RuntimeError(f"{method} of {models[-1].name}: {last}")
     whole = time.perf_counter() - start
     return {
         "whole": whole,
@@ -206,6 +223,24 @@ def machine() -> dict[str, object]:
     }
 
 
+def on_device(device: str, small: bool, out: Path) -> None:
+    """Measure on an accelerator, and write what was found to files named after it."""
+    from devices import described
+    from on_device import measure
+
+    results = {"machine": {**machine(), **described(device)}, **measure(device, small, merge)}
+    write(results, device_markdown(results), out, f"results-{torch.device(device).type}")
+    if any(why.startswith("failed") for why in results["left out"].values()):
+        sys.exit(1)
+
+
+def write(results: dict, text: str, out: Path, name: str) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    (out / f"{name}.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    (out / f"{name}.md").write_text(text, encoding="utf-8")
+    print(text)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--large", action="store_true", help="more runs, deeper models")
@@ -215,8 +250,13 @@ def main() -> None:
         "--only", action="append", choices=("merges", "matching", "growth", "starts")
     )
     parser.add_argument("--against", type=Path, help="results.json of an earlier run")
+    parser.add_argument("--device", help="measure on this device, as cuda")
+    parser.add_argument("--small", action="store_true", help="with --device: a rehearsal")
     parser.add_argument("--out", type=Path, default=HERE)
     given = parser.parse_args()
+    if given.device:
+        on_device(given.device, given.small, given.out)
+        return
     shapes = {row[0] for row in MERGES}
     for named in (*(one.partition("=")[0] for one in given.model), *(given.shape or ())):
         if named not in shapes:
@@ -240,11 +280,7 @@ def main() -> None:
         results["growth"] = growth(given.large)
     results["machine"]["minutes"] = round((time.perf_counter() - start) / 60, 1)
     old = json.loads(given.against.read_text(encoding="utf-8")) if given.against else None
-    given.out.mkdir(parents=True, exist_ok=True)
-    text = markdown(results, old)
-    (given.out / "results.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
-    (given.out / "results.md").write_text(text, encoding="utf-8")
-    print(text)
+    write(results, markdown(results, old), given.out, "results")
 
 
 if __name__ == "__main__":

@@ -10,11 +10,12 @@ import time
 
 import torch
 from scipy.optimize import linear_sum_assignment
-from transformers import BertConfig
+from transformers import BertConfig, PretrainedConfig
 
 from mergekit_rotation.architecture import find_family
 from mergekit_rotation.symmetry import (
     AttentionLayout,
+    Permute,
     act,
     full_precision,
     solve_attention,
@@ -22,6 +23,8 @@ from mergekit_rotation.symmetry import (
 )
 
 State = dict[str, torch.Tensor]
+#: blocks, and the tensors of the reference and of the other
+Layer = tuple[list, State, State]
 
 SELF = "encoder.layer.${layer_index}.attention.self."
 OUT = "encoder.layer.${layer_index}.attention.output.dense.weight"
@@ -65,12 +68,11 @@ def paper_attention(a: State, b: State, heads: int) -> State:
     return moved
 
 
-def sides() -> tuple[list, dict[str, tuple[State, State]], int]:
-    """Return the blocks of a layer, and the pairs of layers to match by name."""
-    config = BertConfig()
-    family = find_family(config, "BertModel")
+def drawn(config: PretrainedConfig, architecture: str, dtype: torch.dtype) -> dict[str, Layer]:
+    """Draw a layer of a model, and others to match with it, by name."""
+    family = find_family(config, architecture)
     assert family is not None
-    blocks = family.layer(config).blocks
+    blocks = list(family.layer(config).blocks)
     generator = torch.Generator().manual_seed(0)
 
     def layer() -> State:
@@ -85,8 +87,11 @@ def sides() -> tuple[list, dict[str, tuple[State, State]], int]:
         name: x * (1 + 0.02 * torch.randn(x.shape, generator=generator)) for name, x in a.items()
     }
     order = torch.randperm(config.intermediate_size, generator=generator)
-    near |= {n: near[n][order] for n in (UP + "weight", UP + "bias")} | {DOWN: near[DOWN][:, order]}
-    return list(blocks), {"near": (a, near), "independent": (a, other)}, config.num_attention_heads
+    for block in blocks:
+        for name, pattern in block.layout.patterns.items():
+            near[name] = act((Permute("f", order),), near[name], pattern, block.layout.sizes)
+    a, near, other = ({n: x.to(dtype) for n, x in side.items()} for side in (a, near, other))
+    return {"near": (blocks, a, near), "independent": (blocks, a, other)}
 
 
 def ours(block, a: State, b: State) -> State:
@@ -98,9 +103,10 @@ def ours(block, a: State, b: State) -> State:
 
 def measure(repeats: int) -> dict[str, dict[str, float]]:
     """Return seconds by pair and part: the smallest of several, run in turn."""
-    blocks, pairs, heads = sides()
+    config = BertConfig()
+    heads = config.num_attention_heads
     result = {}
-    for name, (a, b) in pairs.items():
+    for name, (blocks, a, b) in drawn(config, "BertModel", torch.float32).items():
         best: dict[str, float] = {}
         distance = {}
         for _ in range(repeats):

@@ -49,6 +49,15 @@ SHAPES: dict[str, PretrainedConfig] = {
         num_attention_heads=32,
         num_key_value_heads=8,
     ),
+    "small": LlamaConfig(  # for rehearsals
+        architectures=["LlamaForCausalLM"],
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=300,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+    ),
 }
 
 

@@ -40,6 +40,44 @@ def markdown(results: Figures, old: Figures | None = None) -> str:
     return "\n".join(lines) + "\n"
 
 
+def device_markdown(results: Figures) -> str:
+    """Return the report of a run with ``--device``."""
+    machine = results["machine"]
+    lines = [
+        f"# Cost of alignment on {machine['device']}",
+        "",
+        f"Made by `python benchmarks/cost --device`; {machine['processor']}, {machine['threads']} "
+        f"thread(s), torch {machine['torch']}. Seconds; MiB on the device.",
+        "",
+        "## One layer",
+        "",
+    ]
+    parts = ["heads", "neurons", "distance"]
+    columns = ["layer", *parts, *(f"{part} on the CPU" for part in parts), "memory"]
+    rows = [
+        [name, *(f"{one[key]:.4g}" if key in one else "" for key in columns[1:])]
+        for name, one in results["layers"].items()
+    ]
+    lines += [*_table(columns, rows), "", "## Merges of two models", ""]
+    rows = []
+    for name, figures in results["merges"].items():
+        for how, one in figures.items():
+            if how != "agreement":
+                cells = (f"{one[k]:.2f}" for k in ("whole", "wall", "memory"))
+                rows.append([name, how, *cells, f"{one.get('device memory', 0):.0f}"])
+    columns = ["models", "method", "whole process", "merge", "memory of the process", "device"]
+    lines += [*_table(columns, rows), "", "## Agreement with the CPU", ""]
+    rows = [
+        [name, *(f"{figures['agreement'][k]:.3g}" for k in ("difference", "equal", "distance"))]
+        for name, figures in results["merges"].items()
+        if "agreement" in figures
+    ]
+    columns = ["models", "largest difference / rounding", "equal tensors", "change of distance"]
+    lines += _table(columns, rows)
+    lines += ["", *(f"Left out: {name}: {why}." for name, why in results["left out"].items())]
+    return "\n".join(lines).rstrip() + "\n"
+
+
 def ratios(figures: Figures) -> dict[str, float]:
     """Ratios of `rotation_linear` to `linear`, by figure."""
     plain, aligned = figures["linear"], figures["rotation_linear"]

@@ -1,9 +1,10 @@
 """One merge in a process of its own, as mergekit-yaml does it, with the time of its stages.
 
-    python benchmarks/cost/worker.py [--stages] CONFIG OUT
+    python benchmarks/cost/worker.py [--stages] [options of mergekit-yaml] CONFIG OUT
 
 Prints a line of JSON: wall and processor seconds from the start of the merge, after all imports,
-and with --stages those of each stage, what is inside of another stage counted once.
+and with --stages those of each stage, what is inside of another stage counted once. On an
+accelerator, which is started before, also the peak of its memory in MiB.
 """
 
 import functools
@@ -12,11 +13,15 @@ import sys
 import time
 from collections import Counter
 
+import torch
+from devices import device_of, forget_peak, peak, wait_for
+
 
 class Stages:
     """Wall seconds by stage; a stage inside of another interrupts it."""
 
-    def __init__(self) -> None:
+    def __init__(self, device: str = "cpu") -> None:
+        self.device = device
         self.seconds: Counter[str] = Counter()
         self.open: list[float] = []
 
@@ -26,10 +31,12 @@ class Stages:
         @functools.wraps(function)
         def timed(*args: object, **kwargs: object) -> object:
             self.open.append(0.0)
+            wait_for(self.device)
             start = time.perf_counter()
             try:
                 return function(*args, **kwargs)
             finally:
+                wait_for(self.device)
                 spent = time.perf_counter() - start
                 self.seconds[stage] += spent - self.open.pop()
                 if self.open:
@@ -38,7 +45,7 @@ class Stages:
         setattr(owner, name, timed)
 
 
-def watched() -> Stages:
+def watched(device: str) -> Stages:
     from mergekit.io.tasks import FinalizeModel, LoadTensor, SaveTensor
     from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
     from mergekit.plan import MergePlanner
@@ -48,12 +55,13 @@ def watched() -> Stages:
     from mergekit_rotation.symmetry.head_gram import HeadAxis
     from mergekit_rotation.symmetry.vectors import Vectors
 
-    stages = Stages()
+    stages = Stages(device)
     for owner, name, stage in (
         (MergePlanner, "plan_to_disk", "plan"),
         (LoadTensor, "execute", "read"),
         (tasks.CheckedLoad, "execute", "check"),
-        (tasks.AlignBlock, "execute", "compare"),
+        (tasks.AlignBlock, "execute", "blocks"),
+        (tasks.AlignBlock, "_compare", "compare"),
         (tasks.AlignBlock, "_move", "act"),
         (block, "solve_attention", "heads"),
         (HeadAxis, "bounds", "heads: bounds"),
@@ -72,27 +80,38 @@ def watched() -> Stages:
     return stages
 
 
-def main(config: str, out: str, options: list[str]) -> None:
+def measured(config: str, out: str, options: list[str]) -> dict:
+    """Merge, and return what it took."""
     from mergekit.scripts import run_yaml
 
-    stages = watched() if "--stages" in options else None
+    device = device_of(options)
+    torch.zeros(1, device=device)
+    forget_peak(device)
+    stages = watched(device) if "--stages" in options else None
     merge = run_yaml.run_merge
-    result = {}
+    result: dict = {}
 
     def timed(*args: object, **kwargs: object) -> None:
         start, used = time.perf_counter(), time.process_time()
         merge(*args, **kwargs)
+        wait_for(device)
         result.update(wall=time.perf_counter() - start, cpu=time.process_time() - used)
 
     run_yaml.run_merge = timed
-    plain = ["--no-write-model-card", "--no-copy-tokenizer", "--quiet"]
-    run_yaml.main([config, out, *plain], standalone_mode=False)
+    try:
+        theirs = [option for option in options if option != "--stages"]
+        plain = ["--no-write-model-card", "--no-copy-tokenizer", "--quiet", *theirs]
+        run_yaml.main([config, out, *plain], standalone_mode=False)
+    finally:
+        run_yaml.run_merge = merge
     if stages is not None:
         rest = result["wall"] - sum(stages.seconds.values())
         result["stages"] = {**stages.seconds, "everything else": rest}
-    print(json.dumps(result))
+    if device != "cpu":
+        result["device memory"] = peak(device)
+    return result
 
 
 if __name__ == "__main__":
-    *flags, config, out = sys.argv[1:]
-    main(config, out, flags)
+    *given, config, out = sys.argv[1:]
+    print(json.dumps(measured(config, out, given)))

@@ -59,11 +59,12 @@ def orders(
     """
     result = []
     for axis, (times, size) in axes.items():
-        index = torch.arange(size).expand(times, size)
+        straight = torch.arange(size, device="cpu")  # workers of --multi-gpu make them elsewhere
+        index = straight.expand(times, size)
         for element in transformation:
             if isinstance(element, Permute) and element.axis == axis:
                 index = index.gather(1, element.index.cpu().expand(times, size))
-        fixed = float((index == torch.arange(size)).double().mean())
+        fixed = float((index == straight).double().mean())
         result.append(Motion(axis, "order", times * size, fixed))
     return tuple(result)
 

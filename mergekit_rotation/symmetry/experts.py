@@ -301,7 +301,7 @@ class _Solver:
         generator = torch.Generator().manual_seed(0)
         widths = [leg.rows(side, 0).shape[1] for leg in legs]
         projections = [
-            torch.randn(n, WIDTH, generator=generator).to(self.device, self.work)
+            torch.randn(n, WIDTH, generator=generator, device="cpu").to(self.device, self.work)
             if n > WIDTH
             else None
             for n in widths

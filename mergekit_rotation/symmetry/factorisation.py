@@ -48,8 +48,11 @@ def eigh(x: torch.Tensor) -> Factors:
 
 
 def eigenvalues(x: torch.Tensor) -> torch.Tensor:
-    """Return the real parts of the eigenvalues of matrices (..., n, n), in any order."""
-    drivers = [lambda: (torch.linalg.eigvals(x).real,), lambda: _each(x, _schur)]
+    """Return the real parts of the eigenvalues of matrices (..., n, n), in any order.
+
+    On the CPU: accelerators take matrices that are not symmetric one by one.
+    """
+    drivers = [lambda: (torch.linalg.eigvals(x.cpu()).real.to(x),), lambda: _each(x, _schur)]
     return _first_sound("eigenvalues", drivers)[0]
 
 

@@ -113,18 +113,19 @@ def cross_gram(
     noise = 0.0
     for reference, other, dim, weight in legs:
         work = product_dtype(reference, other)
+        gram = gram.to(reference.device)
         x, y = (z.movedim(dim, -1).reshape(-1, size) for z in (reference, other))
         square = [0.0, 0.0]
         for start in range(0, len(x), rows):
             a, b = x[start : start + rows].to(work), y[start : start + rows].to(work)
-            gram += weight * (a.mT @ b).double().cpu()
+            gram += weight * (a.mT @ b).double()
             square[0] += float(torch.linalg.vector_norm(a, dtype=torch.float64)) ** 2
             square[1] += float(torch.linalg.vector_norm(b, dtype=torch.float64)) ** 2
         eps = torch.finfo(work).eps
         noise += weight * eps * min(len(x), rows) ** 0.5 * (square[0] * square[1]) ** 0.5
     if not all_finite(gram):
         raise SymmetryError("the weights of the stream hold NaN or Inf, or are too large to square")
-    return gram, noise
+    return gram.cpu(), noise
 
 
 def solve_permutation(gram: torch.Tensor, per_coordinate: bool) -> SignedPermutation:
@@ -164,4 +165,5 @@ def solve_rotation(gram: torch.Tensor, noise: float, fix_ones: bool) -> Orthogon
     Directions that the weights do not determine resolve to what is nearest to the identity.
     """
     group = (OrthogonalFixingOnes if fix_ones else Orthogonal)(len(gram))
-    return OrthogonalMap(group.project(gram, torch.tensor(noise, dtype=gram.dtype)))
+    least = torch.tensor(noise, dtype=gram.dtype, device=gram.device)
+    return OrthogonalMap(group.project(gram, least))

@@ -89,7 +89,7 @@ class Vectors:
         for part in self.parts:
             kind = int(part.signed)
             *squares, inner = row_sums(part.a, part.b, self.work)
-            norms[kind].copy_(torch.hypot(norms[kind], torch.stack(squares).double().sqrt()))
+            norms[kind] = torch.hypot(norms[kind], torch.stack(squares).double().sqrt())
             products[kind] += inner
         if not all_finite(norms):
             raise SymmetryError(
