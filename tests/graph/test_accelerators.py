@@ -1,7 +1,5 @@
 """Merges on accelerators that are not there, see `accelerator`: what would fail on a real one."""
 
-import os
-import signal
 from collections import defaultdict
 
 import pytest
@@ -9,7 +7,7 @@ from mergekit import multigpu_executor
 
 from mergekit_rotation.graph.tasks import AlignBlock
 from mergekit_rotation.symmetry import experts
-from merging import Twins, config, merge, merged, planner, same, weights
+from merging import Twins, config, merged, planner, same, weights
 
 ONE = ("--device", "cuda:0")
 OPTIONS = {
@@ -89,31 +87,3 @@ def test_every_layer_is_aligned_on_the_accelerator_that_merges_it(
     monkeypatch.setattr(AlignBlock, "execute", watched)
     executor.execute()
     assert ran == blocks
-
-
-def test_an_interrupted_merge_on_several_accelerators_leaves_no_model(
-    tmp_path, accelerators, monkeypatch
-):
-    """mergekit's own thread for the progress bar runs on until it is told: it is told here."""
-    twins = Twins("llama", tmp_path, num_hidden_layers=1)
-    executors = []
-    start = multigpu_executor.MultiGPUExecutor.__init__
-
-    def kept(executor, *args, **kwargs):
-        executors.append(executor)
-        start(executor, *args, **kwargs)
-
-    def interrupted(task, **tensors):
-        os.kill(os.getpid(), signal.SIGINT)
-        return {leg.name: tensors[f"other:{leg.name}"] for leg in task.legs}
-
-    monkeypatch.setattr(multigpu_executor.MultiGPUExecutor, "__init__", kept)
-    monkeypatch.setattr(AlignBlock, "execute", interrupted)
-    raw = config("rotation_linear", [twins.reference, *twins.others])
-    try:
-        result = merge(raw, tmp_path / "out", *OPTIONS["two"])
-    finally:
-        (executor,) = executors
-        executor.done_event.set()
-    assert result.exit_code == 1
-    assert not list((tmp_path / "out").glob("*.safetensors"))
