@@ -86,19 +86,17 @@ def lazy_assignment(
     score = bound.clone()
     known = torch.zeros_like(bound, dtype=torch.bool)
     rows = torch.arange(n, device=bound.device)
-    choice = linear_assignment(score)
     while True:
+        choice = linear_assignment(score)
         pairs = torch.stack([rows, choice], dim=1)[~known[rows, choice]]
         if len(pairs) == 0:
             return choice
         if tighter is not None and int(known.sum()) + len(pairs) > n + n // 2:
             score = torch.where(known, score, torch.minimum(score, tighter()))
             tighter = None
-            choice = linear_assignment(score)
             continue
         score[pairs[:, 0], pairs[:, 1]] = evaluate(pairs).to(score.dtype)
         known[pairs[:, 0], pairs[:, 1]] = True
-        choice = linear_assignment(score)
 
 
 def paying_cycles(index: torch.Tensor, gain: torch.Tensor, least: torch.Tensor) -> torch.Tensor:

@@ -213,9 +213,7 @@ class _Solver:
 
     def _bounds(self, *, every_column: bool) -> torch.Tensor:
         """Upper bound of the objective for every pair of key/value heads, (kv, kv)."""
-        # Without query heads the best rotation of every pair is not much dearer than a bound.
-        exact = every_column and self.m == 1
-        found = [axis.bounds(every_column=every_column, exact=exact) for axis in self.axes.values()]
+        found = [axis.bounds(every_column=every_column) for axis in self.axes.values()]
         shared, query = zip(*((one.shared, one.query) for one in found), strict=True)
         self.bounds = HeadBounds(torch.stack(shared).sum(0), torch.stack(query).sum(0))
         total = self.bounds.shared + self.bounds.query.amax(-1).sum(-1)

@@ -341,6 +341,10 @@ class _Planes(Group):
         pairs = torch.tensor(self.pairs, dtype=torch.long, device=device).reshape(-1, 2)
         return pairs[:, 0], pairs[:, 1]
 
+    def factors(self) -> list[tuple[torch.Tensor, Group]]:
+        index = torch.stack(self._index(torch.device("cpu")), 1)
+        return [(index, type(self)(2, ((0, 1),)))]
+
     def _overlap(self, gram: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Real and imaginary part of sum Z_ref conj(Z_other), Z = row i + 1j row j."""
         i, j = self._index(gram.device)
@@ -367,9 +371,6 @@ class PlaneRotations(_Planes):
     The best phase is the argument of the complex number sum Z_ref conj(Z_other); the value is the
     sum of the moduli. A zero overlap gives the phase 0.
     """
-
-    def factors(self) -> list[tuple[torch.Tensor, Group]]:
-        return [(torch.tensor(self.pairs).reshape(-1, 2), PlaneRotations(2, ((0, 1),)))]
 
     @property
     def freedom(self) -> int:
@@ -420,9 +421,6 @@ class PlaneSigns(_Planes):
 
     exact = True
     freedom = 0
-
-    def factors(self) -> list[tuple[torch.Tensor, Group]]:
-        return [(torch.tensor(self.pairs).reshape(-1, 2), PlaneSigns(2, ((0, 1),)))]
 
     def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:
         real, _ = self._overlap(gram)
@@ -487,10 +485,9 @@ class DirectSum(Group):
 
     @property
     def cells(self) -> tuple[tuple[int, ...], ...]:  # type: ignore[override]
-        starts = accumulate((block.n for block in self.blocks), initial=0)
         return tuple(
             tuple(start + k for k in cell)
-            for start, block in zip(starts, self.blocks, strict=False)
+            for start, block in self._placed()
             for cell in block.cells
         )
 
@@ -499,10 +496,9 @@ class DirectSum(Group):
         return sum(block.stretches for block in self.blocks)
 
     def factors(self) -> list[tuple[torch.Tensor, Group]]:
-        starts = accumulate((block.n for block in self.blocks), initial=0)
         return [
             (start + index, part)
-            for start, block in zip(starts, self.blocks, strict=False)
+            for start, block in self._placed()
             for index, part in block.factors()
         ]
 
@@ -517,22 +513,22 @@ class DirectSum(Group):
         pairs = zip(self._ranges(s), self._ranges(t), strict=True)
         return self._assemble([block.balance(a, b) for (block, a), (_, b) in pairs])
 
+    def _placed(self) -> list[tuple[int, Group]]:
+        """Return the blocks, each with the first of its dimensions."""
+        starts = accumulate((block.n for block in self.blocks), initial=0)
+        return list(zip(starts, self.blocks, strict=False))
+
     def _ranges(self, gram: torch.Tensor) -> list[tuple[Group, torch.Tensor]]:
-        parts, start = [], 0
-        for block in self.blocks:
-            stop = start + block.n
-            parts.append((block, gram[..., start:stop, start:stop]))
-            start = stop
-        return parts
+        return [
+            (block, gram[..., start : start + block.n, start : start + block.n])
+            for start, block in self._placed()
+        ]
 
     def _assemble(self, parts: list[torch.Tensor]) -> torch.Tensor:
         first = parts[0]
         g = first.new_zeros(*first.shape[:-2], self.n, self.n)
-        start = 0
-        for part in parts:
-            stop = start + part.shape[-1]
-            g[..., start:stop, start:stop] = part
-            start = stop
+        for (_, place), part in zip(self._ranges(g), parts, strict=True):
+            place[...] = part
         return g
 
     def project(self, gram: torch.Tensor, noise: torch.Tensor | None = None) -> torch.Tensor:

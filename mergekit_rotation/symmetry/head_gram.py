@@ -113,9 +113,9 @@ class HeadAxis:
         self.legs: list[Leg] = [
             (_rows(x, axis).to(work), _rows(y, axis).to(work)) for x, y in pieces
         ]
-        self._norms = [torch.stack([_norms(x), _norms(y)]) for x, y in self.legs]
+        self._leg_norms = [torch.stack([_norms(x), _norms(y)]) for x, y in self.legs]
         square = torch.zeros(2, self.kv, dtype=torch.float64, device=device)
-        for norm in self._norms:
+        for norm in self._leg_norms:
             square += norm.square().sum(2)
         self.norms = square.sqrt()
         if not all_finite(self.norms):
@@ -183,7 +183,7 @@ class HeadAxis:
         result[open_] = torch.where((gain > least[open_])[:, None, None], g, eye)
         return result
 
-    def bounds(self, *, every_column: bool, exact: bool = False) -> HeadBounds:
+    def bounds(self, *, every_column: bool) -> HeadBounds:
         """Bound the objective of all pairs of heads.
 
         Parameters
@@ -191,23 +191,21 @@ class HeadAxis:
         every_column : bool
             Whether all columns of the legs are looked at; else some, those with the largest
             norms.
-        exact : bool
-            Whether the best value itself is taken of the cross-Gram matrices, not a bound of it.
         """
         shared = [k for k, (x, _) in enumerate(self.legs) if x.shape[1] == 1]
         query = [k for k, (x, _) in enumerate(self.legs) if x.shape[1] > 1]
         kv, m = self.kv, self.m
         result = torch.zeros(kv, kv, m, m, dtype=torch.float64, device=self.device)
         if query:
-            every = self._bound(query, every_column, exact)
+            every = self._bound(query, every_column)
             result = every.view(kv, m, kv, m).transpose(1, 2)
-        return HeadBounds(self._bound(shared, every_column, exact), result)
+        return HeadBounds(self._bound(shared, every_column), result)
 
-    def _bound(self, legs: Sequence[int], every_column: bool, exact: bool) -> torch.Tensor:
+    def _bound(self, legs: Sequence[int], every_column: bool) -> torch.Tensor:
         """Upper bounds of what some legs add for all pairs of their heads, (A, B), float64."""
         if not legs:
             return torch.zeros(self.kv, self.kv, dtype=torch.float64, device=self.device)
-        norms = torch.stack([self._norms[k].flatten(1) for k in legs])
+        norms = torch.stack([self._leg_norms[k].flatten(1) for k in legs])
         square = norms.square().sum(0)  # (2, heads)
         most = square[0].sqrt()[:, None] * square[1].sqrt()
         total = torch.zeros_like(most)
@@ -227,7 +225,9 @@ class HeadAxis:
                     cells = _cells(x, index.to(self.device), some)
                     seen[side] += cells.square().sum((0, 2, 3), dtype=torch.float64)
                     sides[side].append(cells if side else cells * unit)
-            total += _measured(*sides, part.value if exact else part.bound) / unit
+            # With one query head each, the best value of a pair is not much dearer than a bound.
+            measure = part.value if every_column and self.m == 1 else part.bound
+            total += _measured(*sides, measure) / unit
         if not complete:
             # Widened by rounding: what is left of a square is known to so many of its digits.
             eps = self.length**0.5 * torch.finfo(self.work).eps

@@ -28,10 +28,10 @@ def product_dtype(*tensors: torch.Tensor) -> torch.dtype:
         Floating point, any shape. Zeros alone, NaN and Inf ask for nothing.
     """
     work = working_dtype(*(x.dtype for x in tensors))
-    return work if all(map(_squares_fit, tensors)) else torch.float64
+    return work if all(map(_in_range, tensors)) else torch.float64
 
 
-def _squares_fit(x: torch.Tensor) -> bool:
+def _in_range(x: torch.Tensor) -> bool:
     if x.dtype in (torch.float16, torch.float64) or x.numel() == 0 or x.is_meta:
         return True
     largest = float(torch.stack(torch.aminmax(x)).abs().amax())

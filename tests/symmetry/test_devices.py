@@ -37,6 +37,17 @@ def placed(tensors):
     return {name: Placed(x, CUDA) for name, x in tensors.items()}
 
 
+def check_solver(solve, a, b, layout):
+    """What is found on the accelerator moves the other side there as it is moved on the CPU."""
+    expected = solve(a, b, layout)
+    found = solve(placed(a), placed(b), layout)
+    assert len(found) == len(expected) > 0
+    for name, x in b.items():
+        moved = act(found, Placed(x, CUDA), layout.patterns[name], layout.sizes)
+        assert moved.device == CUDA
+        assert torch.equal(moved.cpu(), act(expected, x, layout.patterns[name], layout.sizes))
+
+
 def test_what_a_real_accelerator_refuses_is_refused():
     x, i = Placed(torch.ones(3), CUDA), Placed(torch.arange(3), CUDA)
     for wrong in (
@@ -78,13 +89,7 @@ def test_neurons(dtype, noise):
     other = {k: torch.randn(shape, generator=generator) for k, shape in shapes.items()}
     b = other if noise is None else {k: x + noise * other[k] for k, x in b.items()}
     a, b = ({k: x.to(dtype) for k, x in side.items()} for side in (a, b))
-    expected = solve_neurons(a, b, layout)
-    found = solve_neurons(placed(a), placed(b), layout)
-    assert len(found) == len(expected) > 0
-    for name, x in b.items():
-        moved = act(found, Placed(x, CUDA), layout.patterns[name], layout.sizes)
-        assert moved.device == CUDA
-        assert torch.equal(moved.cpu(), act(expected, x, layout.patterns[name], layout.sizes))
+    check_solver(solve_neurons, a, b, layout)
 
 
 @pytest.mark.parametrize("m", [1, 2])
@@ -97,13 +102,7 @@ def test_heads(m, related):
     if related:
         turned = move(inverse(draw_motion(layout, 2)), a, layout.patterns, layout.sizes)
         b = {n: x + 0.02 * b[n] for n, x in turned.items()}
-    expected = solve_attention(a, b, layout)
-    found = solve_attention(placed(a), placed(b), layout)
-    assert len(found) == len(expected) > 0
-    for name, x in b.items():
-        moved = act(found, Placed(x, CUDA), layout.patterns[name], layout.sizes)
-        assert moved.device == CUDA
-        assert torch.equal(moved.cpu(), act(expected, x, layout.patterns[name], layout.sizes))
+    check_solver(solve_attention, a, b, layout)
 
 
 def test_large_assignments():
