@@ -306,6 +306,7 @@ def guard_merge() -> None:
     """Clean up after a failed merge and say what was done; scripts bind the wrapped function."""
     merge = sys.modules["mergekit.merge"]
     expect(merge, "_model_out_config", ("config", "arch_info", "trust_remote_code"))
+    expect(class_of("mergekit.merge", "MultiGPUExecutor"), "run", ("self", "quiet"))
     wrap(merge, "run_merge", ("merge_config", "out_path", "options"), _run_merge)
     wrap(merge, "get_architecture_info", ("config", "options"), _architecture)
     wrap(merge, "generate_card", ("config", "config_yaml", "name"), _card)
@@ -340,6 +341,7 @@ def _run_merge(
     **kw: Any,
 ) -> Any:
     from mergekit_rotation.graph import run
+    from mergekit_rotation.graph.gathering import gathered
 
     methods = _methods()
     if not methods.is_rotation(merge_config.merge_method):
@@ -347,7 +349,8 @@ def _run_merge(
     methods.check_name(merge_config.merge_method)
     this = run.start(merge_config)
     try:
-        result = original(merge_config, out_path, options, *args, **kw)
+        with gathered():
+            result = original(merge_config, out_path, options, *args, **kw)
     except BaseException as problem:
         this.discard_output()
         sentence = in_one_sentence(problem, out_path) or fault_of_version(problem)

@@ -5,6 +5,7 @@ from collections import defaultdict
 import pytest
 from mergekit import multigpu_executor
 
+from mergekit_rotation.graph.gathering import gathering
 from mergekit_rotation.graph.tasks import AlignBlock
 from mergekit_rotation.symmetry import experts
 from merging import Twins, config, merged, planner, same, weights
@@ -59,7 +60,8 @@ def test_every_layer_is_aligned_on_the_accelerator_that_merges_it(
     twins = Twins("llama", tmp_path, num_hidden_layers=6)
     models = [twins.reference, *twins.others]
     raw = config("rotation_linear", models, parameters={"align_residual": kind})
-    executor = multigpu_executor.MultiGPUExecutor(planner(raw).plan_to_disk(str(tmp_path / "out")))
+    kind_of_executor = gathering(multigpu_executor.MultiGPUExecutor)
+    executor = kind_of_executor(planner(raw).plan_to_disk(str(tmp_path / "out")))
     blocks, layers = defaultdict(set), defaultdict(set)
     for device, handles in executor.gpu_assignments.items():
         for handle in handles:

@@ -3,9 +3,12 @@
 import contextlib
 import json
 import os
+import queue
 import subprocess
 import sys
+import time
 
+import mergekit.merge
 import pytest
 import torch
 from click.testing import CliRunner
@@ -13,7 +16,7 @@ from mergekit import multigpu_executor
 from mergekit.config import MergeConfiguration
 from mergekit.evo.genome import ModelGenome, ModelGenomeDefinition
 from mergekit.graph import Executor
-from mergekit.io.tasks import LoadTensor, ReturnTensor
+from mergekit.io.tasks import LoadTensor, ReturnTensor, SaveTensor
 from mergekit.merge import run_merge
 from mergekit.options import MergeOptions
 from mergekit.scripts import legacy, merge_raw_pytorch, moe, multimerge, tokensurgeon
@@ -21,6 +24,7 @@ from pydantic import ValidationError
 
 import tiny
 from mergekit_rotation.graph.errors import RotationError
+from mergekit_rotation.graph.gathering import gathered, gathering
 from merging import (
     QUIET,
     Twins,
@@ -71,7 +75,12 @@ def near(twins, target):
 
 @pytest.fixture
 def two_accelerators(monkeypatch):
-    """Let the CPU stand for two accelerators, each with a worker thread."""
+    """Let the CPU stand for two accelerators, each with a worker thread.
+
+    Plain merges lose no result either, or now and then there would be none to compare with.
+    """
+    whole = gathering(mergekit.merge.MultiGPUExecutor)
+    monkeypatch.setattr(mergekit.merge, "MultiGPUExecutor", whole)
     monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_type", lambda: "cpu")
     monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device: None)
@@ -107,6 +116,35 @@ def test_options(options, twins, copies, two_accelerators, tmp_path):
     models = [twins.reference, *twins.others]
     out = merged(config("rotation_linear", models, weight=1 / 3), tmp_path / "out", *given)
     assert twins.distance(out) < 1e-3
+
+
+def test_no_result_of_several_accelerators_is_lost(copies, two_accelerators, monkeypatch, tmp_path):
+    """mergekit's collector of results ends with the workers, however much it has left to take."""
+    tasks = []
+
+    class Slow(queue.Queue):
+        def get(self, *args, **kwargs):
+            taken = super().get(*args, **kwargs)
+            following = tasks[self.queue[0][0]] if self.queue else None
+            if isinstance(following, SaveTensor) and not following.optional:
+                time.sleep(0.1)  # the workers end before the next result is taken
+            return taken
+
+    def execute(method, kind):
+        targets = planner(config(method, copies)).plan_to_disk(str(tmp_path / method))
+        executor = kind(targets)
+        tasks[:] = executor.universe.tasks
+        executor.execute()
+
+    monkeypatch.setattr(multigpu_executor.queue, "Queue", Slow)
+    stock = multigpu_executor.MultiGPUExecutor
+    with pytest.raises(Exception, match=r"No value for required tensor|NoneType"):
+        execute("linear", stock)
+    execute("rotation_linear", gathering(stock))
+    monkeypatch.setattr(mergekit.merge, "MultiGPUExecutor", stock)
+    with gathered():
+        assert mergekit.merge.MultiGPUExecutor is not stock
+    assert mergekit.merge.MultiGPUExecutor is stock
 
 
 @pytest.mark.parametrize("kind", ["none", "orthogonal"])
