@@ -60,7 +60,7 @@ def axis_of(layout, reference, other, axis, group, work):
 )
 def test_no_pair_and_no_order_exceeds_its_bound(name, every_column, seed, kv, m, related, scale):
     group = GROUPS[name](2)
-    layout = attention(group, Orthogonal(2), kv=kv, g=m, e=WIDTH)
+    layout = attention(group, Orthogonal(4), kv=kv, g=m, e=WIDTH)
     reference = draw_tensors(layout.patterns, layout.sizes, seed)
     other = draw_tensors(layout.patterns, layout.sizes, seed + 1)
     if related:
