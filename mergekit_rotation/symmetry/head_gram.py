@@ -27,7 +27,10 @@ from mergekit_rotation.symmetry.precision import all_finite
 from mergekit_rotation.symmetry.vectors import row_sums
 
 #: columns that bounds look at, for every dimension of a cell, and the least
-PER_DIMENSION, LEAST = 2, 64
+PER_DIMENSION, LEAST = 3, 64
+
+#: rows by which columns are chosen
+ROWS = 64
 
 #: dimensions of a cell from which on the Frobenius norm bounds what it adds
 LARGE = 4
@@ -199,7 +202,7 @@ class HeadAxis:
         Parameters
         ----------
         every_column : bool
-            Whether all columns of the legs are looked at; else some, evenly spread.
+            Whether all columns of the legs are looked at; else some, with large norms.
         """
         shared = [k for k, (x, _) in enumerate(self.legs) if x.shape[1] == 1]
         query = [k for k, (x, _) in enumerate(self.legs) if x.shape[1] > 1]
@@ -223,18 +226,15 @@ class HeadAxis:
         cell = max(index.shape[1] for index, _ in factors)
         widths = [self.legs[k][0].shape[3] for k in legs]
         numbers = [width if every_column else columns(width, cell) for width in widths]
+        chosen = [_largest(self.legs[k], n) for k, n in zip(legs, numbers, strict=True)]
         left, right = (
-            torch.cat(
-                [_spread(self.legs[k][side], n) for k, n in zip(legs, numbers, strict=True)], 2
-            )
-            .to(self.work)
-            .mul_(float(factor[side]))
+            torch.cat([one[side] for one in chosen], 2).to(self.work).mul_(float(factor[side]))
             for side in range(2)
         )
         total = torch.zeros(len(left), len(right), dtype=torch.float64, device=self.device)
         for index, part in factors:
             x, y = (_cells(one, index.to(self.device)) for one in (left, right))
-            if index.shape[1] >= LARGE and not every_column:
+            if index.shape[1] >= LARGE and not every_column and _few_products(x, y):
                 total += _frobenius(x, y)
                 continue
             # With one query head each, the best value of a pair is not much dearer than a bound.
@@ -294,9 +294,18 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x if torch.equal(index, straight) else x[index]
 
 
-def _spread(x: torch.Tensor, number: int) -> torch.Tensor:
-    """Return so many columns of all heads, evenly spread, (heads, dimensions, number)."""
-    return x[..., :: x.shape[3] // number][..., :number].flatten(0, 1)
+def _largest(leg: Leg, number: int) -> Leg:
+    """Return so many columns of all heads, (heads, dimensions, number), of both sides.
+
+    Those with the largest norms on the reference's side, judged by `ROWS` of its rows.
+    """
+    x, y = (side.flatten(0, 1) for side in leg)
+    if number == x.shape[2]:
+        return x, y
+    rows = x.flatten(0, 1)
+    few = rows[:: max(1, len(rows) // ROWS)].double()
+    some = few.square().sum(0).topk(number).indices
+    return x[..., some], y[..., some]
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
@@ -309,6 +318,13 @@ def _cells(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     if index.shape[0] == 1 and index.shape[1] == x.shape[1]:
         return x.unsqueeze(0)
     return x[:, index].transpose(0, 1)
+
+
+def _few_products(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Tell whether `_frobenius` takes fewer products than `_measured`."""
+    _, heads, k, s = left.shape
+    other = right.shape[1]
+    return (heads + other) * k * s + heads * other * s < heads * other * k**2
 
 
 def _frobenius(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
