@@ -32,9 +32,6 @@ PER_DIMENSION, LEAST = 3, 64
 #: rows by which columns are chosen
 ROWS = 64
 
-#: dimensions of a cell from which on the Frobenius norm bounds what it adds
-LARGE = 4
-
 #: entries of cross-Gram matrices at a time, and weights that are cast at a time; the same for an
 #: accelerator
 ENTRIES, WEIGHTS, MANY_WEIGHTS = 2**22, 2**19, 2**26
@@ -234,7 +231,7 @@ class HeadAxis:
         total = torch.zeros(len(left), len(right), dtype=torch.float64, device=self.device)
         for index, part in factors:
             x, y = (_cells(one, index.to(self.device)) for one in (left, right))
-            if index.shape[1] >= LARGE and not every_column and _few_products(x, y):
+            if not every_column and _few_products(x, y):
                 total += _frobenius(x, y)
                 continue
             # With one query head each, the best value of a pair is not much dearer than a bound.
