@@ -7,10 +7,14 @@ which heads belong together: with P some columns of the legs, and Q the others,
     max over g of <g, X Y^T>  <=  max over g of <g, P X (P Y)^T> + |Q X| |Q Y|
 
 by Cauchy and Schwarz, and where a group turns cells of a few dimensions each, only the blocks of
-M on these cells matter.
+M on these cells matter. On a cell of k dimensions <g, M> is at most sqrt(k) |M|_F, and
+
+    |P X (P Y)^T|_F^2  =  <(P X)^T P X, (P Y)^T P Y>
+
+needs one s x s matrix for every head, and one product of numbers for every pair of heads.
 """
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -20,12 +24,17 @@ from mergekit_rotation.symmetry.chance import chance_share
 from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.groups import Group, inner
 from mergekit_rotation.symmetry.precision import all_finite
+from mergekit_rotation.symmetry.vectors import row_sums
 
 #: columns that bounds look at, for every dimension of a cell, and the least
-PER_DIMENSION, LEAST = 4, 64
+PER_DIMENSION, LEAST = 3, 64
 
-#: entries of cross-Gram matrices at a time
-ENTRIES = 2**22
+#: rows by which columns are chosen
+ROWS = 64
+
+#: entries of cross-Gram matrices at a time, and weights that are cast at a time; the same for an
+#: accelerator
+ENTRIES, WEIGHTS, MANY_WEIGHTS = 2**22, 2**19, 2**26
 
 #: a leg of both sides by heads, (kv, g, d, rest) each; g = 1 where it has no query axis
 Leg = tuple[torch.Tensor, torch.Tensor]
@@ -110,13 +119,12 @@ class HeadAxis:
     ) -> None:
         self.group, self.device, self.work = group, device, work
         self.kv, self.m = heads
-        self.legs: list[Leg] = [
-            (_rows(x, axis).to(work), _rows(y, axis).to(work)) for x, y in pieces
-        ]
-        self._leg_norms = [torch.stack([_norms(x), _norms(y)]) for x, y in self.legs]
+        self.legs: list[Leg] = [(_rows(x, axis), _rows(y, axis)) for x, y in pieces]
+        #: squared norms of the heads of each leg, (2, kv, g), float64
+        self._squares = [_squares(leg, work) for leg in self.legs]
         square = torch.zeros(2, self.kv, dtype=torch.float64, device=device)
-        for norm in self._leg_norms:
-            square += norm.square().sum(2)
+        for one in self._squares:
+            square += one.sum(2)
         self.norms = square.sqrt()
         if not all_finite(self.norms):
             raise SymmetryError("the weights of a head hold NaN or Inf, or are too large to square")
@@ -130,10 +138,11 @@ class HeadAxis:
         straight = torch.equal(order, torch.arange(self.m, device=self.device).expand_as(order))
         gram = self._zeros(len(a))
         for x, y in self.legs:
-            x, y = _take(x, a), _take(y, b)
-            if y.shape[1] > 1 and not straight:
-                y = y[rows, order]
-            gram += (x @ y.mT).sum(1)
+            for some in self._blocks(len(a), x):
+                left, right = _take(x, a[some]), _take(y, b[some])
+                if y.shape[1] > 1 and not straight:
+                    right = right[rows[: len(right)], order[some]]
+                gram[some] += (left.to(self.work) @ right.to(self.work).mT).sum(1)
         return gram.double()
 
     def pairs(self, a: torch.Tensor, b: torch.Tensor) -> PairGram:
@@ -141,7 +150,8 @@ class HeadAxis:
         shared, query = self._zeros(len(a)), None
         for x, y in self.legs:
             m, d = x.shape[1:3]
-            gram = _take(x, a).flatten(1, 2) @ _take(y, b).flatten(1, 2).mT
+            left, right = _take(x, a).to(self.work), _take(y, b).to(self.work)
+            gram = left.flatten(1, 2) @ right.flatten(1, 2).mT
             if m == 1:
                 shared += gram
             else:
@@ -189,8 +199,7 @@ class HeadAxis:
         Parameters
         ----------
         every_column : bool
-            Whether all columns of the legs are looked at; else some, those with the largest
-            norms.
+            Whether all columns of the legs are looked at; else some, with large norms.
         """
         shared = [k for k, (x, _) in enumerate(self.legs) if x.shape[1] == 1]
         query = [k for k, (x, _) in enumerate(self.legs) if x.shape[1] > 1]
@@ -205,35 +214,43 @@ class HeadAxis:
         """Upper bounds of what some legs add for all pairs of their heads, (A, B), float64."""
         if not legs:
             return torch.zeros(self.kv, self.kv, dtype=torch.float64, device=self.device)
-        norms = torch.stack([self._leg_norms[k].flatten(1) for k in legs])
-        square = norms.square().sum(0)  # (2, heads)
-        most = square[0].sqrt()[:, None] * square[1].sqrt()
-        total = torch.zeros_like(most)
-        seen = torch.zeros_like(square)
-        # A power of two with which squares of products stay in the range of the working dtype.
-        power = torch.frexp(most.amax()).exponent.clamp(-1000, 1000)
-        unit = float(torch.ldexp(torch.ones_like(most.amax()), -power))
-        complete = True
-        for index, part in self.group.factors():
-            sides: tuple[list[torch.Tensor], list[torch.Tensor]] = ([], [])
-            for k in legs:
-                width = self.legs[k][0].shape[3]
-                number = width if every_column else columns(width, index.shape[1])
-                complete &= number == width
-                some = None if number == width else _largest(self.legs[k], number)
-                for side, x in enumerate(self.legs[k]):
-                    cells = _cells(x, index.to(self.device), some)
-                    seen[side] += cells.square().sum((0, 2, 3), dtype=torch.float64)
-                    sides[side].append(cells if side else cells * unit)
+        square = torch.stack([self._squares[k].flatten(1) for k in legs]).sum(0)  # (2, heads)
+        largest = square.amax(1).sqrt()
+        # Powers of two with which no norm is larger than one.
+        factor = torch.ldexp(torch.ones_like(largest), -torch.frexp(largest).exponent)
+        square = square * factor[:, None].square()
+        factors = self.group.factors()
+        cell = max(index.shape[1] for index, _ in factors)
+        widths = [self.legs[k][0].shape[3] for k in legs]
+        numbers = [width if every_column else columns(width, cell) for width in widths]
+        chosen = [_largest(self.legs[k], n) for k, n in zip(legs, numbers, strict=True)]
+        left, right = (
+            torch.cat([one[side] for one in chosen], 2).to(self.work).mul_(float(factor[side]))
+            for side in range(2)
+        )
+        total = torch.zeros(len(left), len(right), dtype=torch.float64, device=self.device)
+        for index, part in factors:
+            x, y = (_cells(one, index.to(self.device)) for one in (left, right))
+            if not every_column and _few_products(x, y):
+                total += _frobenius(x, y)
+                continue
             # With one query head each, the best value of a pair is not much dearer than a bound.
             measure = part.value if every_column and self.m == 1 else part.bound
-            total += _measured(*sides, measure) / unit
-        if not complete:
+            total += _measured(x, y, measure)
+        if numbers != widths:
             # Widened by rounding: what is left of a square is known to so many of its digits.
             eps = self.length**0.5 * torch.finfo(self.work).eps
-            left, right = ((square - seen).clamp(min=0) + eps * square).sqrt()
-            total += left[:, None] * right
-        return torch.minimum(total, most)
+            seen = torch.stack([_square(left), _square(right)])
+            rest = ((square - seen).clamp(min=0) + eps * square).sqrt()
+            total += rest[0][:, None] * rest[1]
+        most = square[0].sqrt()[:, None] * square[1].sqrt()
+        return torch.minimum(total, most) / factor.prod()
+
+    def _blocks(self, count: int, leg: torch.Tensor) -> Iterator[slice]:
+        """Cut ``count`` pairs of key/value heads into blocks whose weights are cast at a time."""
+        weights = WEIGHTS if self.device.type == "cpu" else MANY_WEIGHTS
+        step = max(1, weights // leg[0].numel())
+        return (slice(start, start + step) for start in range(0, count, step))
 
     def _zeros(self, count: int) -> torch.Tensor:
         n = self.group.n
@@ -261,10 +278,11 @@ def _rows(piece: Piece, axis: str) -> torch.Tensor:
     return x.flatten(3) if x.dim() > 3 else x.unsqueeze(3)
 
 
-def _norms(x: torch.Tensor) -> torch.Tensor:
-    """Frobenius norms of all heads, (kv, g), float64."""
-    result: torch.Tensor = torch.linalg.vector_norm(x, dim=(2, 3)).double()
-    return result
+def _squares(leg: Leg, work: torch.dtype) -> torch.Tensor:
+    """Squared Frobenius norms of all heads of both sides, (2, kv, g), float64."""
+    x, y = leg
+    first, second, _ = row_sums(x.flatten(0, 2), y.flatten(0, 2), work)
+    return torch.stack([first, second]).double().view(2, *x.shape[:3]).sum(3)
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
@@ -273,36 +291,66 @@ def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
     return x if torch.equal(index, straight) else x[index]
 
 
-def _largest(leg: Leg, number: int) -> torch.Tensor:
-    """Return the columns of a leg with the largest norms on both sides together."""
-    norms = [torch.linalg.vector_norm(x, dim=(0, 1, 2)) for x in leg]
-    result: torch.Tensor = (norms[0] + norms[1]).topk(number).indices
-    return result
+def _largest(leg: Leg, number: int) -> Leg:
+    """Return so many columns of all heads, (heads, dimensions, number), of both sides.
+
+    Those with the largest norms on the reference's side, judged by `ROWS` of its rows.
+    """
+    x, y = (side.flatten(0, 1) for side in leg)
+    if number == x.shape[2]:
+        return x, y
+    rows = x.flatten(0, 1)
+    few = rows[:: max(1, len(rows) // ROWS)].double()
+    some = few.square().sum(0).topk(number).indices
+    return x[..., some], y[..., some]
 
 
-def _cells(x: torch.Tensor, index: torch.Tensor, some: torch.Tensor | None) -> torch.Tensor:
-    """Return columns of all heads by cells, (cells, heads, dimensions, columns); None: all."""
-    x = (x if some is None else x[..., some]).flatten(0, 1)
+def _square(x: torch.Tensor) -> torch.Tensor:
+    """Squared Frobenius norms of the heads of some columns, float64."""
+    return x.square().sum((1, 2), dtype=torch.float64)
+
+
+def _cells(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Return heads by cells, (cells, heads, dimensions, columns)."""
     if index.shape[0] == 1 and index.shape[1] == x.shape[1]:
         return x.unsqueeze(0)
     return x[:, index].transpose(0, 1)
 
 
+def _few_products(left: torch.Tensor, right: torch.Tensor) -> bool:
+    """Tell whether `_frobenius` takes fewer products than `_measured`."""
+    _, heads, k, s = left.shape
+    other = right.shape[1]
+    return (heads + other) * k * s + heads * other * s < heads * other * k**2
+
+
+def _frobenius(left: torch.Tensor, right: torch.Tensor) -> torch.Tensor:
+    """Bound what all pairs of heads add by Frobenius norms of cross-Gram matrices, (A, B).
+
+    Their squares are inner products of Gram matrices of columns, and widened by the rounding of
+    those relative to the product of the norms.
+    """
+    _, _, k, s = left.shape
+    square = torch.zeros(left.shape[1], right.shape[1], dtype=torch.float64, device=left.device)
+    total = square.clone()
+    for x, y in zip(left, right, strict=True):
+        square = ((x.mT @ x).flatten(1) @ (y.mT @ y).flatten(1).mT).double()
+        error = (s + 2 * k**0.5) * torch.finfo(x.dtype).eps
+        square += error * _square(x)[:, None] * _square(y)
+        total += (k * square).sqrt()
+    return total
+
+
 def _measured(
-    left: Sequence[torch.Tensor],
-    right: Sequence[torch.Tensor],
-    measure: Callable[[torch.Tensor], torch.Tensor],
+    left: torch.Tensor, right: torch.Tensor, measure: Callable[[torch.Tensor], torch.Tensor]
 ) -> torch.Tensor:
     """Add up a measure of the cross-Gram matrices of all pairs of heads over cells, (A, B)."""
-    cells, heads, d, _ = left[0].shape
-    step = max(1, ENTRIES // (cells * heads * d * d))
+    cells, _, d, _ = left.shape
+    other = right.shape[1]
+    step = max(1, ENTRIES // (cells * other * d * d))
     result = []
-    for start in range(0, heads, step):
-        grams = [
-            x[:, start : start + step].flatten(1, 2) @ y.flatten(1, 2).mT
-            for x, y in zip(left, right, strict=True)
-        ]
-        gram = grams[0] if len(grams) == 1 else torch.stack(grams).sum(0)
-        blocks = gram.view(cells, -1, d, heads, d).transpose(2, 3)
+    for x in left.split(step, 1):
+        gram = x.flatten(1, 2) @ right.flatten(1, 2).mT
+        blocks = gram.view(cells, -1, d, other, d).transpose(2, 3)
         result.append(measure(blocks).double().sum(0))
     return torch.cat(result)

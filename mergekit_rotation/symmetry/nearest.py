@@ -18,6 +18,7 @@ wants anything else.
 """
 
 from dataclasses import dataclass
+from math import isqrt
 
 import torch
 from scipy.optimize import linear_sum_assignment
@@ -36,7 +37,7 @@ MOST_COLUMNS = 0.25
 #: share of the rows that may need all of their products
 MOST_ROWS = 0.0625
 
-#: entries of the matrix of bounds at a time: few enough for a cache; and for an accelerator
+#: entries of a tile of the matrix of bounds: few enough for a cache; and for an accelerator
 ENTRIES, MANY_ENTRIES = 2**18, 2**26
 
 #: largest error of a product in bfloat16, relative to the norms: each side is rounded by 2^-9 at
@@ -189,23 +190,45 @@ class _Search:
         """Decide what rows that are open can be decided by some bounds."""
         proposal = self.choice.clone()
         proposal[self.open] = self.open
-        second = torch.full_like(self.stay, -torch.inf)
+        # Who does not exceed staying is no rival.
+        second = self.stay + self.tie
         entries = ENTRIES if self.open.device.type == "cpu" else MANY_ENTRIES
-        for rows in self.open.split(max(1, entries // len(self.rows))):
-            bound = _product(bounds, rows).scatter_(1, rows[:, None], -torch.inf)
-            rival = bound.amax(1).double() > self.stay[rows] + self.tie[rows]
-            if not bool(rival.any()):
-                continue
-            rows, bound = rows[rival], bound[rival]
-            proposal[rows] = bound.max(1).indices
-            bound.scatter_(1, proposal[rows, None], -torch.inf)
-            second[rows] = bound.amax(1).double()
+        for rows in self.open.split(isqrt(entries)):
+            second[rows] = self._best(bounds, rows, proposal, entries // len(rows))
         value = self.scaled.value(proposal)
         moves = value > self.stay + self.tie
         self.choice = torch.where(moves, proposal, self.rows)
         self.value = torch.where(moves, value, self.stay)
         tie = self.scaled.tolerance(self.choice)
         self.open = self.open[(second > self.value + tie)[self.open]]
+
+    def _best(
+        self, bounds: Bounds, rows: torch.Tensor, proposal: torch.Tensor, width: int
+    ) -> torch.Tensor:
+        """Propose the column of the largest bound to some rows, and return the next bound.
+
+        Only columns that exceed staying count; so many are looked at a time.
+        """
+        place = torch.arange(len(rows), device=rows.device)
+        first = (self.stay + self.tie)[rows]
+        second = first.clone()
+        for start in range(0, len(self.rows), width):
+            bound = _product(bounds, rows, slice(start, start + width))
+            own = (rows >= start) & (rows < start + width)
+            bound[place[own], rows[own] - start] = -torch.inf
+            top = bound.amax(1).double()
+            (some,) = torch.nonzero(top > second, as_tuple=True)
+            if len(some) == 0:
+                continue
+            top, bound, before = top[some], bound[some], first[some]
+            column = bound.argmax(1)
+            bound.scatter_(1, column[:, None], -torch.inf)
+            lower = torch.maximum(second[some], bound.amax(1).double())
+            second[some] = torch.maximum(lower, torch.minimum(top, before))
+            first[some] = torch.maximum(top, before)
+            better = top > before
+            proposal[rows[some[better]]] = column[better] + start
+        return second
 
     def needed(self) -> torch.Tensor:
         """Share of the columns that rows which are open will need, about."""
@@ -216,15 +239,15 @@ class _Search:
         return result
 
 
-def _product(bounds: Bounds, rows: torch.Tensor) -> torch.Tensor:
-    """Return the bounds of some rows, (k, n), in the working precision."""
+def _product(bounds: Bounds, rows: torch.Tensor, columns: slice) -> torch.Tensor:
+    """Return the bounds of some rows and columns in the working precision."""
     (_, left, right), *others = bounds
-    result = left[rows] @ right.mT
+    result = left[rows] @ right[columns].mT
     for signed, x, y in others:
         if not signed and x.dtype == result.dtype:
-            result.addmm_(x[rows], y.mT)
+            result.addmm_(x[rows], y[columns].mT)
         else:
-            product = x[rows] @ y.mT
+            product = x[rows] @ y[columns].mT
             result += product.abs_() if signed else product
     return result
 

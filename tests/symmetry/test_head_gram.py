@@ -27,7 +27,7 @@ from mergekit_rotation.symmetry import (
     rotary_pairs,
     solve_attention,
 )
-from mergekit_rotation.symmetry.head_gram import LEAST, HeadAxis
+from mergekit_rotation.symmetry.head_gram import LEAST, HeadAxis, _few_products
 
 #: wide enough for some of the columns to be looked at
 WIDTH = 3 * LEAST
@@ -60,7 +60,7 @@ def axis_of(layout, reference, other, axis, group, work):
 )
 def test_no_pair_and_no_order_exceeds_its_bound(name, every_column, seed, kv, m, related, scale):
     group = GROUPS[name](2)
-    layout = attention(group, Orthogonal(2), kv=kv, g=m, e=WIDTH)
+    layout = attention(group, Orthogonal(4), kv=kv, g=m, e=WIDTH)
     reference = draw_tensors(layout.patterns, layout.sizes, seed)
     other = draw_tensors(layout.patterns, layout.sizes, seed + 1)
     if related:
@@ -79,6 +79,27 @@ def test_no_pair_and_no_order_exceeds_its_bound(name, every_column, seed, kv, m,
             norms = legs.norms[0, a] * legs.norms[1, b]
             rounding = legs.length * torch.finfo(torch.float32).eps * norms
             assert acting.value(gram)[0] <= most + rounding
+
+
+@pytest.mark.parametrize("related", [False, True])
+def test_many_large_heads_are_bounded_by_frobenius_norms(related):
+    heads, k = 8, 32
+    layout = attention(Orthogonal(k), Orthogonal(k), kv=heads, g=1, e=8 * k)
+    sides = [draw_tensors(layout.patterns, layout.sizes, seed) for seed in (0, 1)]
+    if related:
+        sides[1] = {n: x + 1e-3 * sides[1][n] for n, x in sides[0].items()}
+    work = [{n: x.float() for n, x in side.items()} for side in sides]
+    axis = axis_of(layout, *work, "qk", Orthogonal(k), torch.float32)
+    some = axis.legs[0][0][..., : 3 * k].flatten(0, 1)[None]
+    assert _few_products(some, some)
+    a, b = torch.cartesian_prod(torch.arange(heads), torch.arange(heads)).unbind(1)
+    gram = axis.gram(a, b, torch.zeros(len(a), 1, dtype=torch.int64))
+    bounds = axis.bounds(every_column=False)
+    most = (bounds.shared + bounds.query[..., 0, 0])[a, b]
+    rounding = axis.length * torch.finfo(torch.float32).eps * axis.norms[0, a] * axis.norms[1, b]
+    assert bool((axis.group.value(gram) <= most + rounding).all())
+    apart = a != b
+    assert bool((most < 0.95 * axis.norms[0, a] * axis.norms[1, b])[apart].all())
 
 
 def test_columns_that_are_not_looked_at_count_by_their_norms():
