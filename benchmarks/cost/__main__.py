@@ -42,6 +42,7 @@ MERGES = (
     ("Llama-8B layers", "other", 0, 1),
 )
 METHODS = ("linear", "rotation_linear")
+PARTS = ("starts", "matching", "neurons", "merges", "growth")
 
 
 def merge(
@@ -150,6 +151,12 @@ def matching(large: bool) -> dict[str, dict]:
     return apart(measure, 5 if large else 3)
 
 
+def neurons(large: bool, checkpoints: dict[str, Path]) -> dict[str, dict]:
+    from neurons import measure
+
+    return apart(measure, large, checkpoints)
+
+
 STARTS = {
     "a start of Python": """
 import time
@@ -246,9 +253,7 @@ def main() -> None:
     parser.add_argument("--large", action="store_true", help="more runs, deeper models")
     parser.add_argument("--model", action="append", default=[], metavar="SHAPE=FOLDER")
     parser.add_argument("--shape", action="append", help="only merges of this shape")
-    parser.add_argument(
-        "--only", action="append", choices=("merges", "matching", "growth", "starts")
-    )
+    parser.add_argument("--only", action="append", choices=PARTS)
     parser.add_argument("--against", type=Path, help="results.json of an earlier run")
     parser.add_argument("--device", help="measure on this device, as cuda")
     parser.add_argument("--small", action="store_true", help="with --device: a rehearsal")
@@ -257,13 +262,16 @@ def main() -> None:
     if given.device:
         on_device(given.device, given.small, given.out)
         return
-    shapes = {row[0] for row in MERGES}
-    for named in (*(one.partition("=")[0] for one in given.model), *(given.shape or ())):
-        if named not in shapes:
-            parser.error(f"there is no shape {named}; choose one of {', '.join(sorted(shapes))}")
+    from neurons import SHAPES
+
     checkpoints = {k: Path(v) for k, _, v in (one.partition("=") for one in given.model)}
-    wanted = given.only or ["starts", "matching", "merges", "growth"]
-    shapes = given.shape or list(dict.fromkeys(row[0] for row in MERGES))
+    merged = list(dict.fromkeys(row[0] for row in MERGES))
+    shapes = given.shape or merged
+    for named, known in ((shapes, merged), (checkpoints, {*merged, *SHAPES})):
+        for name in named:
+            if name not in known:
+                parser.error(f"there is no shape {name}; choose one of {', '.join(sorted(known))}")
+    wanted = given.only or PARTS
 
     results: dict[str, dict] = {
         "machine": machine(),
@@ -274,6 +282,8 @@ def main() -> None:
         results["starts"] = starts(given.large)
     if "matching" in wanted:
         results["matching"] = matching(given.large)
+    if "neurons" in wanted:
+        results["neurons"] = neurons(given.large, checkpoints)
     if "merges" in wanted:
         results["merges"] = merges(given.large, checkpoints, shapes)
     if "growth" in wanted:

@@ -72,7 +72,7 @@ def build(folder: Path, shape: str, kinds: list[str], layers: int | None = None)
     for kind in ("model", *kinds):
         (folder / kind).mkdir(parents=True)
         config.save_pretrained(folder / kind)
-    _write(folder, kinds, lambda part: _random(shapes, part, "model"), _parts(shapes), shapes)
+    _write(folder, kinds, lambda part: random_part(shapes, part, "model"), _parts(shapes), shapes)
 
 
 def companions(folder: Path, checkpoint: Path, kinds: list[str]) -> None:
@@ -101,11 +101,11 @@ def _write(folder: Path, kinds: list[str], source, parts: list[str], shapes) -> 
         for kind in kinds:
             base = kind.rstrip("0123456789")
             if base == "near":
-                changed = {name: _noisy(name, x, kind) for name, x in state.items()}
+                changed = {name: noisy(name, x, kind) for name, x in state.items()}
             elif base == "twin":
                 changed = _turned(config, family, part, state)
             else:
-                changed = _random(shapes, part, kind)
+                changed = random_part(shapes, part, kind)
             save_file(changed, folder / kind / file, metadata={"format": "pt"})
     index = json.dumps({"metadata": {}, "weight_map": places})
     for kind in ("model", *kinds):
@@ -128,17 +128,17 @@ def _parts(shapes: dict[str, tuple[int, ...]]) -> list[str]:
     return list(dict.fromkeys(map(_part, shapes)))
 
 
-def _generator(name: str, kind: str) -> torch.Generator:
+def seeded(name: str, kind: str) -> torch.Generator:
     return torch.Generator().manual_seed(zlib.crc32(f"{kind} {name}".encode()))
 
 
-def _random(shapes: dict[str, tuple[int, ...]], part: str, kind: str) -> State:
+def random_part(shapes: dict[str, tuple[int, ...]], part: str, kind: str) -> State:
     """Random weights of a layer: neurons and columns of unequal sizes, norms near one."""
     state = {}
     for name, shape in shapes.items():
         if _part(name) != part:
             continue
-        generator = _generator(name, kind)
+        generator = seeded(name, kind)
         x = torch.randn(shape, generator=generator)
         if len(shape) == 1:
             x = 1 + 0.1 * x
@@ -152,8 +152,8 @@ def _random(shapes: dict[str, tuple[int, ...]], part: str, kind: str) -> State:
     return state
 
 
-def _noisy(name: str, x: torch.Tensor, kind: str) -> torch.Tensor:
-    noise = torch.randn(x.shape, generator=_generator(name, kind))
+def noisy(name: str, x: torch.Tensor, kind: str) -> torch.Tensor:
+    noise = torch.randn(x.shape, generator=seeded(name, kind))
     return (x.float() * (1 + 0.02 * noise)).to(x.dtype)
 
 
@@ -164,14 +164,14 @@ def _turned(config: PretrainedConfig, family, part: str, state: State) -> State:
         return result
     layer = family.layer(config, int(part))
     for block in layer.blocks:
-        transformation = draw(block.layout, _generator(f"{part} {block.kind}", "twin"))
+        transformation = draw(block.layout, seeded(f"{part} {block.kind}", "twin"))
         for template, pattern in block.layout.patterns.items():
-            name = _stored(template.replace("${layer_index}", part), family.prefixes, state)
+            name = stored(template.replace("${layer_index}", part), family.prefixes, state)
             if name is not None:
                 moved = act(transformation, state[name].double(), pattern, layer.sizes)
                 result[name] = moved.to(state[name].dtype).contiguous()
     return result
 
 
-def _stored(local: str, prefixes: Iterator[str], state: State) -> str | None:
+def stored(local: str, prefixes: Iterator[str], state: State) -> str | None:
     return next((p + local for p in prefixes if p + local in state), None)

@@ -12,6 +12,7 @@ TARGETS = {
 MEMORY, FASTER, START, IMPORT = 1.1, 5.0, 0.001, 0.005
 
 WORDS = {"near": "same lineage", "twin": "scrambled twin", "other": "independent weights"}
+WORDS["independent"] = WORDS["other"]
 
 Figures = dict[str, dict]
 
@@ -33,6 +34,7 @@ def markdown(results: Figures, old: Figures | None = None) -> str:
         ("merges", _merges),
         ("growth", _growth),
         ("matching", _matching),
+        ("neurons", _neurons),
         ("starts", _starts),
     ):
         if key in results:
@@ -162,6 +164,32 @@ def _matching(found: Figures, old: Figures | None) -> list[str]:
         *_table([*columns, "ours before, s"] if old else columns, lines),
         "",
         f"Distances that are left, ours and the paper's: {distances}.",
+    ]
+
+
+def _neurons(found: Figures, old: Figures | None) -> list[str]:
+    columns = ["gated layer", "neurons, width", "s", "all products, dense solver, s"]
+    columns += ["same partner", "as drawn", "below the optimum", "certified gap"]
+    lines = []
+    for name, one in found.items():
+        shape, _, kind = name.partition(", ")
+        kind, _, noise = kind.partition(", ")
+        cells = [", ".join([shape, WORDS[kind], *([noise] if noise else [])])]
+        cells += [f"{one['n']}, {one['width']}", f"{one['ours']:.3f}"]
+        cells.append(f"{one['dense']:.3f}" if "dense" in one else "")
+        cells += [f"{100 * one[k]:.2f} %" if k in one else "" for k in ("same", "as drawn")]
+        cells += [f"{one[k]:.1e}" if k in one else "" for k in ("below", "gap")]
+        if old:
+            cells.append(f"{old[name]['ours']:.3f}" if name in old else "")
+        lines.append(cells)
+    return [
+        "## Matching the neurons of one layer",
+        "",
+        "bfloat16, one thread. Noise in standard deviations of the weights. The dense solver is",
+        "the reference: neurons with the same partner as there, and by how much the sum of scores",
+        "is below the optimum, relatively. As drawn: partners that are those of the twin as made.",
+        "",
+        *_table([*columns, "s before"] if old else columns, lines),
     ]
 
 

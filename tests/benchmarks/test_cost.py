@@ -55,3 +55,57 @@ def test_the_measurement_of_a_gpu(cost, accelerators, monkeypatch, tmp_path):
 
     found = on_device.measure("cuda:0", True, merge, seconds=0.0)
     assert set(found["left out"].values()) == {"no time left"}
+
+
+def test_the_table_of_neurons(cost, tmp_path):
+    """The dense solver agrees, on random layers and on those of a checkpoint."""
+    from models import SHAPES, build
+    from neurons import measure
+    from report import markdown
+
+    n, width = SHAPES["small"].intermediate_size, SHAPES["small"].hidden_size
+    build(tmp_path, "small", [])
+    for checkpoints in ({}, {"small": tmp_path / "model"}):
+        found = measure(False, checkpoints, {"small": (n, width)})
+        assert set(found) > {"small, near", "small, twin, noise 0.05", "small, independent"}
+        for name, one in found.items():
+            assert (one["n"], one["width"]) == (n, width) and one["ours"] > 0 < one["dense"]
+            assert one["same"] == 1 and abs(one["below"]) <= n * torch.finfo(torch.float64).eps
+            assert ("as drawn" in one) == (name != "small, independent")
+        assert all(found[f"small, {k}"]["as drawn"] == 1 for k in ("near", "twin"))
+    machine = {"processor": "one", "threads": 1, "torch": "2", "busy": 0, "minutes": 0}
+    text = markdown({"machine": machine, "neurons": found}, {"neurons": found})
+    assert f"| small, scrambled twin, noise 0.5 | {n}, {width} |" in text
+    with pytest.raises(ValueError, match=f"{n} neurons at width {width}, where other has 1 at 2"):
+        measure(False, {"other": tmp_path / "model"}, {"other": (1, 2)})
+
+
+def test_layers_of_a_checkpoint(cost, tmp_path):
+    """The middle layer is matched, and another one is the independent one; twins are exact."""
+    from models import build
+    from neurons import Layers
+    from safetensors.torch import load_file
+
+    from mergekit_rotation.symmetry import act, solve_neurons
+
+    build(tmp_path, "small", [])
+    folder = tmp_path / "model"
+    layers = Layers("small", 300, 64, folder)
+    state = {k: v for file in folder.glob("*.safetensors") for k, v in load_file(file).items()}
+    for index, layer in ((1, layers.first), (0, layers.pair("independent")[0])):
+        assert len(layer) == 3
+        for name, x in layer.items():
+            assert torch.equal(x, state[name.replace("${layer_index}", str(index))])
+    twin, order = layers.pair("twin")
+    found = solve_neurons(layers.first, twin, layers.layout)
+    assert torch.equal(found[0].index, order)
+    for name, x in layers.first.items():
+        moved = act(found, twin[name], layers.layout.patterns[name], layers.layout.sizes)
+        assert torch.equal(moved, x)
+
+
+def test_what_takes_minutes_is_only_run_when_asked_for(cost):
+    from neurons import kinds_of
+
+    assert kinds_of(14336, False) == ["near", "twin"]
+    assert kinds_of(4864, False) == kinds_of(14336, True) == ["near", "twin", "independent"]
