@@ -21,6 +21,9 @@ FIRST, MORE = 16, 8
 #: most rounds of adding candidates, and of raising prices in each of them
 ROUNDS, RAISES = 6, 1000
 
+#: sum of the costs of an assignment that the solver is given, at most: exact with their signs
+LARGEST = 2.0**50
+
 #: entries of the scores at a time
 BLOCK = 2**22
 
@@ -116,12 +119,17 @@ def _solve(
     """Return the best assignment among candidates, (n,).
 
     Prices change no sum by more than a constant; the solver is much faster where they are right.
+    It is given whole numbers, whose sums are exact: where costs tie but for rounding errors, it
+    raises its own prices by such errors without end.
     """
     n = len(price)
     value = weight - price[columns]
     top = torch.full_like(price, -torch.inf).scatter_reduce(0, rows, value, "amax")
     cost = top[rows] - value
-    cost += float(cost.max()) * 1e-3 or 1.0  # a zero would be no candidate
+    largest = float(cost.max())
+    if largest > 0:
+        cost = (cost / largest * (LARGEST / n)).round_()
+    cost += 1  # a zero would be no candidate
     places = (rows.cpu().numpy(), columns.cpu().numpy())
     _, index = min_weight_full_bipartite_matching(
         csr_array((cost.cpu().numpy(), places), shape=(n, n))

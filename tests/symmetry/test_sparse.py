@@ -76,6 +76,26 @@ def test_ties_leave_the_diagonal_where_it_is_favoured():
     assert torch.equal(sparse_assignment(score, 0.0).index, torch.arange(n))
 
 
+def test_scores_that_tie_are_assigned(monkeypatch):
+    """By sums without rounding errors: with them the sparse solver never returned from these."""
+    generator, n, width = rng(4), 512, 40
+    left, right, more, others = (
+        torch.randn(n, width, generator=generator) * scale
+        for scale in torch.exp(0.3 * torch.randn(4, n, 1, generator=generator))
+    )
+    score = ((left @ right.mT + (more @ others.mT).abs()) * 4).round() / 4
+    given = []
+    solve = sparse.min_weight_full_bipartite_matching
+    monkeypatch.setattr(
+        sparse, "min_weight_full_bipartite_matching", lambda x: given.append(x) or solve(x)
+    )
+    found = sparse_assignment(score, assignment.GAP)
+    assert optimum(score) - total(score, found.index) <= assignment.GAP * optimum(score)
+    for cost in given:
+        assert (cost.data == cost.data.round()).all() and 1 <= cost.data.min()
+        assert n * cost.data.max() <= 2.0**53
+
+
 def test_a_large_gap_goes_to_the_dense_solver(monkeypatch):
     """One entry a row and column is not enough."""
     monkeypatch.setattr(assignment, "MANY", 2)
