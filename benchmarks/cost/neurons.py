@@ -204,8 +204,7 @@ def compare(
         optimal = torch.as_tensor(columns)
         most, value = (float(score[rows, i].double().sum()) for i in (optimal, permutation.index))
         best |= {"same": share(permutation.index, optimal), "below": (most - value) / most}
-    gap = getattr(permutation, "gap", None)
-    return best if gap is None else {**best, "gap": gap}
+    return {**best, "gap": permutation.gap or 0.0}
 
 
 def scores(a: State, b: State, layout: NeuronLayout) -> torch.Tensor:

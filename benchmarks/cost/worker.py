@@ -71,7 +71,7 @@ def watched(device: str) -> Stages:
         (block, "solve_neurons", "neurons"),
         (neurons, "nearest_matching", "neurons: few columns"),
         (Vectors, "gram", "neurons: Gram"),
-        (neurons, "linear_assignment", "neurons: assignment"),
+        (neurons, "certified_assignment", "neurons: assignment"),
         (ExecuteMergeMethodTask, "execute", "merge"),
         (SaveTensor, "execute", "write"),
         (FinalizeModel, "execute", "write"),

@@ -37,6 +37,8 @@ class Motion:
         far as float32 tells, factors of one.
     angles : tuple of float
         Minimum, quartiles and maximum of the rotation angles, in degrees.
+    gap : float, optional
+        Of neurons that were reordered: see `Permute`.
     """
 
     axis: str
@@ -44,6 +46,7 @@ class Motion:
     size: int
     fixed: float
     angles: tuple[float, ...] = ()
+    gap: float | None = None
 
 
 def orders(
@@ -60,12 +63,13 @@ def orders(
     result = []
     for axis, (times, size) in axes.items():
         straight = torch.arange(size, device="cpu")  # workers of --multi-gpu make them elsewhere
-        index = straight.expand(times, size)
+        index, gap = straight.expand(times, size), None
         for element in transformation:
             if isinstance(element, Permute) and element.axis == axis:
                 index = index.gather(1, element.index.cpu().expand(times, size))
+                gap = element.gap
         fixed = float((index == straight).double().mean())
-        result.append(Motion(axis, "order", times * size, fixed))
+        result.append(Motion(axis, "order", times * size, fixed, gap=gap))
     return tuple(result)
 
 

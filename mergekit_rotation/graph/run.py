@@ -382,6 +382,9 @@ def moves_of(records: Sequence[Record]) -> str:
     largest = max(record.condition for record in records)
     if largest > 1:
         words.append(f"condition numbers up to {largest:.3g}")
+    gap = max((m.gap or 0.0 for record in records for m in record.orders), default=0.0)
+    if gap > 0:
+        words.append(f"order of neurons within {gap:.2g} of the best")
     return ", ".join(words)
 
 

@@ -13,15 +13,17 @@ class Permute:
     """Reorder an axis: new position i holds what was at ``index[..., i]``.
 
     ``index`` is int64 of shape (n,), or (per, n) when the axis is permuted separately for each
-    entry of the axis ``per``.
+    entry of the axis ``per``. Where the order was chosen as the best one, ``gap`` is the share of
+    the best sum of scores that it is certified to miss at most; None where nothing certifies that.
     """
 
     axis: str
     index: torch.Tensor
     per: str | None = None
+    gap: float | None = None
 
     def inverse(self) -> "Permute":
-        return Permute(self.axis, torch.argsort(self.index, dim=-1), self.per)
+        return Permute(self.axis, torch.argsort(self.index, dim=-1), self.per, self.gap)
 
     def __call__(self, piece: Piece) -> Piece:
         dim = piece.dim(self.axis)

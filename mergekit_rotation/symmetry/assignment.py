@@ -15,13 +15,7 @@ MANY, GAP = 1024, 1e-4
 
 
 def linear_assignment(score: torch.Tensor) -> torch.Tensor:
-    """Return the permutation p that maximises sum_i score[i, p(i)].
-
-    Where the largest entry of every row lies in a column of its own, that choice attains the sum
-    of the row maxima, an upper bound of every assignment, and is returned without solving
-    anything. Otherwise the linear assignment problem is solved: from `MANY` rows on by few of the
-    entries, if what that gives is certified to reach the optimum but for a share of `GAP`, and
-    exactly otherwise.
+    """Return the permutation p that maximises sum_i score[i, p(i)]; see `certified_assignment`.
 
     Parameters
     ----------
@@ -36,6 +30,35 @@ def linear_assignment(score: torch.Tensor) -> torch.Tensor:
     ------
     torch.linalg.LinAlgError
         If the scores are such that there is none.
+    """
+    return certified_assignment(score)[0]
+
+
+def certified_assignment(score: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return the permutation p that maximises sum_i score[i, p(i)], and how far it may be from it.
+
+    Where the largest entry of every row lies in a column of its own, that choice attains the sum
+    of the row maxima, an upper bound of every assignment, and is returned without solving
+    anything. Otherwise the linear assignment problem is solved: from `MANY` rows on by few of the
+    entries, if what that gives is certified to reach the optimum but for a share of `GAP`, and
+    exactly otherwise.
+
+    Parameters
+    ----------
+    score : Tensor, shape (n, n)
+        Finite.
+
+    Returns
+    -------
+    index : Tensor of int64, shape (n,), on the device of ``score``.
+    gap : float
+        No permutation has a sum that is larger by more than this share of the largest; 0 where
+        ``index`` is optimal up to rounding errors.
+
+    Raises
+    ------
+    torch.linalg.LinAlgError
+        If the scores are such that there is none.
 
     References
     ----------
@@ -45,16 +68,16 @@ def linear_assignment(score: torch.Tensor) -> torch.Tensor:
     n = score.shape[0]
     best = score.argmax(dim=1)
     if torch.unique(best).numel() == n:
-        return best
+        return best, 0.0
     try:
         if n >= MANY:
             found = sparse_assignment(score, GAP)
             if found.gap <= GAP:
-                return found.index
+                return found.index, found.gap
         _, columns = linear_sum_assignment(score.detach().cpu().numpy(), maximize=True)
     except ValueError as problem:
         raise torch.linalg.LinAlgError(f"no assignment: {problem}") from problem
-    return torch.as_tensor(columns, dtype=torch.int64, device=score.device)
+    return torch.as_tensor(columns, dtype=torch.int64, device=score.device), 0.0
 
 
 def lazy_assignment(

@@ -149,6 +149,7 @@ class _Inside:
     value: float
     index: torch.Tensor
     sign: torch.Tensor
+    gap: float
 
 
 class _Solver:
@@ -205,7 +206,7 @@ class _Solver:
             result.append(Permute("x", choice))
         index = torch.stack([one.index for one in inside])
         if bool((index != torch.arange(index.shape[1], device=self.device)).any()):
-            result.append(Permute("f", index, per="x"))
+            result.append(Permute("f", index, per="x", gap=max(one.gap for one in inside)))
         sign = torch.stack([one.sign for one in inside])
         if bool((sign < 0).any()):
             result.append(Sign("f", sign, per="x"))
@@ -249,8 +250,9 @@ class _Solver:
         n = self.sizes["f"] if self.legs and self.neurons else 1
         index = torch.arange(n, device=self.device)
         sign = torch.ones(n, dtype=self.work, device=self.device)
+        gap = 0.0
         if not self.neurons:
-            return _Inside(0.0, index, sign)
+            return _Inside(0.0, index, sign, gap)
         names = [str(k) for k in range(len(self.legs))]
         legs = dict(zip(names, self.legs, strict=True))
         layout = NeuronLayout({name: legs[name].pattern for name in names}, self.sizes)
@@ -258,7 +260,7 @@ class _Solver:
         other = {name: leg.sides[1][b] for name, leg in legs.items()}
         for element in solve_neurons(reference, other, layout):
             if isinstance(element, Permute):
-                index = element.index
+                index, gap = element.index, element.gap or 0.0
             elif isinstance(element, Sign):
                 sign = element.sign
         value = 0.0
@@ -266,7 +268,7 @@ class _Solver:
             x, y = leg.rows(0, a).to(self.work), leg.rows(1, b)[index].to(self.work)
             overlap = (x * y).sum(1)
             value += float((overlap * sign if leg.signed else overlap).sum(dtype=torch.float64))
-        return _Inside(value, index, sign)
+        return _Inside(value, index, sign, gap)
 
     def _score(self, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
         """Scores of the pairs (a, b), (k,)."""

@@ -17,6 +17,7 @@ the same column are assigned by themselves; the prices of what they contend for 
 wants anything else.
 """
 
+from copy import copy
 from dataclasses import dataclass
 from math import isqrt
 
@@ -39,6 +40,9 @@ MOST_ROWS = 0.0625
 
 #: entries of a tile of the matrix of bounds: few enough for a cache; and for an accelerator
 ENTRIES, MANY_ENTRIES = 2**18, 2**26
+
+#: of how many rows one is tried before all are looked at in bfloat16: unrelated vectors give up
+SAMPLE = 32
 
 #: largest error of a product in bfloat16, relative to the norms: each side is rounded by 2^-9 at
 #: most, and so is the result, which is summed in float32
@@ -72,7 +76,13 @@ def nearest_matching(vectors: Vectors) -> torch.Tensor | None:
     search.look(scaled.bounds(FIRST))
     if len(search.open) > few:
         if has_matrix_units(vectors.device):
-            search.look(scaled.bounds(vectors.length, torch.bfloat16))
+            bounds = scaled.bounds(vectors.length, torch.bfloat16)
+            trial = copy(search)
+            trial.open = sample = search.open[::SAMPLE]
+            trial.look(bounds)
+            if len(trial.open) > len(sample) / 2:
+                return None
+            search.look(bounds)
         else:
             share = 1.5 * float(search.needed().quantile(0.9))
             if share > MOST_COLUMNS:

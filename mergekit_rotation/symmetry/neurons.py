@@ -11,7 +11,7 @@ from dataclasses import dataclass
 import torch
 
 from mergekit_rotation.symmetry.action import Element, Permute, Sign, Transformation
-from mergekit_rotation.symmetry.assignment import linear_assignment, paying_cycles
+from mergekit_rotation.symmetry.assignment import certified_assignment, paying_cycles
 from mergekit_rotation.symmetry.axes import Pattern, Piece
 from mergekit_rotation.symmetry.nearest import nearest_matching
 from mergekit_rotation.symmetry.precision import working_dtype
@@ -63,11 +63,11 @@ def solve_neurons(reference: Tensors, other: Tensors, layout: NeuronLayout) -> T
         return ()
     work = working_dtype(*(x.dtype for part in parts for x in (part.a, part.b)))
     vectors = Vectors(parts, work)
-    index = _assign(vectors)
+    index, gap = _assign(vectors)
     identity = torch.arange(len(index), device=index.device)
     result: list[Element] = []
     if not torch.equal(index, identity):
-        result.append(Permute("f", index))
+        result.append(Permute("f", index, gap=gap))
     if any(part.signed for part in parts):
         _, overlap = vectors.products(index)
         negative = overlap.double() < -vectors.noise(identity, index, signed=True)
@@ -103,20 +103,21 @@ def neuron_rows(piece: Piece) -> torch.Tensor:
     return x.flatten(1) if x.dim() > 1 else x.unsqueeze(1)
 
 
-def _assign(vectors: Vectors) -> torch.Tensor:
-    """Best permutation, with every cycle that gains less than rounding errors undone.
+def _assign(vectors: Vectors) -> tuple[torch.Tensor, float]:
+    """Best permutation, and its certified gap. Cycles that gain no more than rounding are undone.
 
     So equal and dead neurons stay where they are, however much larger other neurons are.
     """
     rows = torch.arange(vectors.count, device=vectors.device)
     noise = vectors.noise(rows, rows)
-    index = nearest_matching(vectors) if vectors.count >= MANY else None
+    index, gap = nearest_matching(vectors) if vectors.count >= MANY else None, 0.0
     if index is None:
         score = vectors.gram()
         score.diagonal().add_(noise.to(score.dtype))  # ties go to the identity
-        index = linear_assignment(score)
+        index, gap = certified_assignment(score)
         del score
     if torch.equal(index, rows):
-        return index
+        return index, gap
     gain = vectors.scores(index) - vectors.scores(rows)
-    return torch.where(paying_cycles(index, gain, vectors.noise(rows, index) + noise), index, rows)
+    pays = paying_cycles(index, gain, vectors.noise(rows, index) + noise)
+    return torch.where(pays, index, rows), gap
