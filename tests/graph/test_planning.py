@@ -9,6 +9,7 @@ from mergekit.merge_methods.task_adapter import ExecuteMergeMethodTask
 
 import tiny
 from mergekit_rotation.graph import run
+from mergekit_rotation.graph.motion import Motion
 from mergekit_rotation.graph.tasks import AlignBlock
 from merging import Twins, changed_copy, config, merged, schedule, scrambled, weights
 
@@ -247,3 +248,22 @@ def test_the_summary_is_shown_unless_quiet(twins, tmp_path):
     assert f"aligned {twins.others[0]} -> {twins.reference}: 2 layers, relative distance" in loud
     assert "neurons reordered in 2/2" in loud
     assert "aligned" not in CliRunner().invoke(main, [*arguments, "--quiet"]).output
+
+
+@pytest.mark.parametrize(
+    ("gaps", "words"),
+    [
+        ((0.0, 6.4e-5), "neurons reordered in 2/2, order of neurons within 6.4e-05 of the best"),
+        ((0.0, 0.0), "neurons reordered in 2/2"),
+    ],
+)
+def test_the_summary_tells_how_far_an_order_may_be_from_the_best(gaps, words):
+    records = [
+        run.Record(
+            *("a", "b", "neurons", str(layer)),
+            *(("f",), 1.0, 0.5, 1.0, 0.0),
+            orders=(Motion("f", "order", 8, 0.0, gap=gap),),
+        )
+        for layer, gap in enumerate(gaps)
+    ]
+    assert run.moves_of(records) == words

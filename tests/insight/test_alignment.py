@@ -51,6 +51,8 @@ def test_a_merge_writes_what_compare_would_as_far_as_it_knows_it(twins, tmp_path
         assert blocks["neurons"]["distance_after"] < 1e-3 < layer["distance_before"]
         (order,) = blocks["neurons"]["motions"]
         assert order["size"] == tiny.INTERMEDIATE and order["fixed"] < 0.2
+        assert order["gap"] == 0
+        assert all(motion["gap"] is None for motion in blocks["attention"]["motions"])
     assert data["distance_after"] < 1e-3 < data["distance_before"]
     assert data["settings"] == {"merge_method": "rotation_linear"}
     assert set(data["versions"]) == {"mergekit", "mergekit-rotation", "torch"}

@@ -7,7 +7,15 @@ from hypothesis import strategies as st
 from scipy.optimize import linear_sum_assignment
 
 from laws import DOUBLE, LAW, SEEDS, rng
-from mergekit_rotation.symmetry import NeuronLayout, Pattern, SymmetryError, nearest, neurons
+from mergekit_rotation.symmetry import (
+    NeuronLayout,
+    Pattern,
+    SymmetryError,
+    assignment,
+    nearest,
+    neurons,
+    sparse,
+)
 from mergekit_rotation.symmetry.nearest import nearest_matching
 from mergekit_rotation.symmetry.vectors import Part, Vectors, pair_products, row_sums
 
@@ -208,6 +216,30 @@ def test_neurons_are_solved_as_with_all_products(noise, monkeypatch):
     expected = neurons.solve_neurons(*sides, layout)
     assert torch.equal(found[0].index, expected[0].index)
     assert torch.equal(found[1].sign, expected[1].sign)
+
+
+def test_the_order_of_unrelated_neurons_has_a_certified_gap(monkeypatch):
+    """And that of related ones has none."""
+    layout = NeuronLayout({"up": Pattern.parse("f e")}, {"f": 400, "e": 60})
+    sides = [{"up": draw(400, 60, seed)[0]} for seed in (0, 7)]
+    (best,) = neurons.solve_neurons(*sides, layout)
+    assert best.gap == 0
+    for module, name, value in (
+        (assignment, "MANY", 2),
+        (assignment, "GAP", 0.1),
+        (sparse, "FIRST", 2),
+    ):
+        monkeypatch.setattr(module, name, value)
+    (found,) = neurons.solve_neurons(*sides, layout)
+    score = sides[0]["up"] @ sides[1]["up"].mT
+    rows = torch.arange(400)
+    most, value = (float(score[rows, one.index].sum()) for one in (best, found))
+    rounding = float((score.abs() * 400 * torch.finfo(score.dtype).eps).amax(1).sum())
+    assert most - value <= found.gap * (most + rounding) + rounding
+    assert 0 < found.gap <= assignment.GAP
+    back = torch.randperm(400, generator=rng(1))
+    (same,) = neurons.solve_neurons(sides[0], {"up": sides[0]["up"][back]}, layout)
+    assert same.gap == 0 and same.inverse().gap == 0
 
 
 # -- products of pairs ----------------------------------------------------------------------
