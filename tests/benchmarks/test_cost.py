@@ -1,5 +1,6 @@
 """The benchmark of cost: what is to run on a GPU is rehearsed on one that is not there."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -109,3 +110,46 @@ def test_what_takes_minutes_is_only_run_when_asked_for(cost):
 
     assert kinds_of(14336, False) == ["near", "twin"]
     assert kinds_of(4864, False) == kinds_of(14336, True) == ["near", "twin", "independent"]
+
+
+FACTOR = 2.0
+"""How far predictions may be from what was measured; they are read off a few stages of it."""
+
+
+def within(predicted, measured):
+    return measured / FACTOR <= predicted <= FACTOR * measured
+
+
+def test_predictions_agree_with_what_was_measured(cost):
+    from predict import BERT, CPU, MEASURED
+
+    results = json.loads((ROOT / "cost" / "results.json").read_text())
+    assert results["merges"]
+    for name, figures in results["merges"].items():
+        shape, kind = name.rsplit(", ", 1)
+        measured = [figures[method]["wall"] for method in ("linear", "rotation_linear")]
+        predicted = MEASURED[shape].seconds(kind, CPU)
+        assert within(predicted[0], measured[0]) and within(predicted[1], measured[1]), name
+        assert within(predicted[1] - predicted[0], measured[1] - measured[0]), name
+    for name, kind in (("near", "near"), ("independent", "other")):
+        work = BERT.work(kind)
+        found = results["matching"][name]
+        assert within(CPU.seconds(work["heads"]), found["ours attention"])
+        neurons, passes = CPU.seconds(work["neurons"]), CPU.seconds(work["passes"])
+        assert within(neurons + passes, found["ours neurons"])
+
+
+def test_large_models_have_their_published_sizes(cost):
+    from predict import LARGE
+
+    sizes = {model.name: model.numbers for model in LARGE}
+    expected = {"Llama-3 8B": 8.03e9, "Llama-3 70B": 70.6e9, "DeepSeek-V2": 236e9}
+    assert sizes == pytest.approx(expected, rel=0.01)
+
+
+def test_the_document_has_the_predictions_as_they_are(cost):
+    from predict import CPU, GPU, table
+
+    text = (ROOT.parent / "docs" / "scale.md").read_text()
+    for machine in (CPU, GPU):
+        assert "\n".join(table(machine)) in text, "run benchmarks/cost/predict.py"
