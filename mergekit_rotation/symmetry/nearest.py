@@ -30,10 +30,10 @@ from mergekit_rotation.symmetry.vectors import Vectors
 Bounds = list[tuple[bool, torch.Tensor, torch.Tensor]]
 
 #: columns that are looked at first
-FIRST = 64
+FIRST = 32
 
-#: share of the columns beyond which the full product is cheaper, without matrix units
-MOST_COLUMNS = 0.25
+#: share of the columns beyond which the full product is cheaper, and with matrix units
+MOST_COLUMNS, MOST_WITH_UNITS = 0.25, 0.04
 
 #: share of the rows that may need all of their products
 MOST_ROWS = 0.0625
@@ -74,20 +74,19 @@ def nearest_matching(vectors: Vectors) -> torch.Tensor | None:
     search = _Search(scaled)
     few = MOST_ROWS * vectors.count
     search.look(scaled.bounds(FIRST))
+    units = has_matrix_units(vectors.device)
     if len(search.open) > few:
-        if has_matrix_units(vectors.device):
-            bounds = scaled.bounds(vectors.length, torch.bfloat16)
-            trial = copy(search)
-            trial.open = sample = search.open[::SAMPLE]
-            trial.look(bounds)
-            if len(trial.open) > len(sample) / 2:
-                return None
-            search.look(bounds)
-        else:
-            share = 1.5 * float(search.needed().quantile(0.9))
-            if share > MOST_COLUMNS:
-                return None
-            search.look(scaled.bounds(max(FIRST, int(share * vectors.length))))
+        share = 1.5 * float(search.needed().quantile(0.9))
+        if share <= (MOST_WITH_UNITS if units else MOST_COLUMNS):
+            search.look(scaled.bounds(max(2 * FIRST, int(share * vectors.length))))
+    if len(search.open) > few and units:
+        bounds = scaled.bounds(vectors.length, torch.bfloat16)
+        trial = copy(search)
+        trial.open = sample = search.open[::SAMPLE]
+        trial.look(bounds)
+        if len(trial.open) > len(sample) / 2:
+            return None
+        search.look(bounds)
     return None if len(search.open) > few else _settle(scaled, search)
 
 
