@@ -113,7 +113,12 @@ def test_what_takes_minutes_is_only_run_when_asked_for(cost):
 
 
 FACTOR = 2.0
-"""How far predictions may be from what was measured; they are read off a few stages of it."""
+"""How far predictions may be from what was measured; they are read off a few stages of it.
+
+Files are left out: the stored seconds of writing differ more than that among themselves.
+"""
+
+MERGEKITS = ("read", "merge", "write")
 
 
 def within(predicted, measured):
@@ -121,16 +126,17 @@ def within(predicted, measured):
 
 
 def test_predictions_agree_with_what_was_measured(cost):
-    from predict import BERT, CPU, MEASURED
+    from predict import BERT, CPU, MEASURED, Work
 
     results = json.loads((ROOT / "cost" / "results.json").read_text())
     assert results["merges"]
     for name, figures in results["merges"].items():
         shape, kind = name.rsplit(", ", 1)
-        measured = [figures[method]["wall"] for method in ("linear", "rotation_linear")]
-        predicted = MEASURED[shape].seconds(kind, CPU)
-        assert within(predicted[0], measured[0]) and within(predicted[1], measured[1]), name
-        assert within(predicted[1] - predicted[0], measured[1] - measured[0]), name
+        plain, aligned = MEASURED[shape].seconds(kind, CPU)
+        ours = [x for stage, x in figures["stages"].items() if stage not in MERGEKITS]
+        assert within(aligned - plain, sum(ours)), name
+        merging = CPU.seconds(Work(merged=MEASURED[shape].numbers))
+        assert within(merging, figures["stages"]["merge"]), name
     for name, kind in (("near", "near"), ("independent", "other")):
         work = BERT.work(kind)
         found = results["matching"][name]
