@@ -306,10 +306,10 @@ def guard_merge() -> None:
     """Clean up after a failed merge and say what was done; scripts bind the wrapped function."""
     merge = sys.modules["mergekit.merge"]
     expect(merge, "_model_out_config", ("config", "arch_info", "trust_remote_code"))
-    expect(class_of("mergekit.merge", "MultiGPUExecutor"), "run", ("self", "quiet"))
     wrap(merge, "run_merge", ("merge_config", "out_path", "options"), _run_merge)
     wrap(merge, "get_architecture_info", ("config", "options"), _architecture)
     wrap(merge, "generate_card", ("config", "config_yaml", "name"), _card)
+    expect(class_of("mergekit.merge", "MultiGPUExecutor"), "run", ("self", "quiet"))
 
 
 def _architecture(original: Callable[..., Any], config: Any, options: Any) -> Any:
