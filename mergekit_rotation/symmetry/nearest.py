@@ -148,7 +148,7 @@ class _Scaled:
         count : int
             How many columns of the vectors are looked at, evenly spread.
         coarse : torch.dtype, optional
-            In which the products of these columns are taken, if not in the working precision.
+            In which the products are taken, of all columns, if not in the working precision.
 
         Returns
         -------
@@ -165,9 +165,13 @@ class _Scaled:
             number = min(width, -(-count * width // self.vectors.length))
             index = torch.arange(number, device=self.vectors.device) * width // number
             for side, x in enumerate((part.a, part.b)):
-                columns = (x if number == width else x[:, index]).to(work) * self.factors[side]
-                rest[int(part.signed), side] -= columns.square().sum(1).double()
+                columns = x if number == width else x[:, index]
+                columns = (columns if x.dtype == coarse else columns.to(work)) * self.factors[side]
+                if coarse is None:
+                    rest[int(part.signed), side] -= columns.square().sum(1).double()
                 some.setdefault(part.signed, ([], []))[side].append(columns.to(coarse or work))
+        if coarse is not None:
+            rest.zero_()
         # Widened by rounding: the product of two norms grows by the error of the score.
         rest = (rest.clamp(min=0) + error * self.square).sqrt().to(work)
         last = (torch.ones_like(self.price), -(1 - self.vectors.error) * self.price)

@@ -21,6 +21,7 @@ from mergekit_rotation.symmetry.factorisation import eigenvalues
 from mergekit_rotation.symmetry.groups import Group, inner
 from mergekit_rotation.symmetry.neurons import NeuronLayout
 from mergekit_rotation.symmetry.precision import working_dtype
+from mergekit_rotation.symmetry.vectors import row_sums
 
 Tensors = Mapping[str, torch.Tensor]
 Solver = Callable[[Tensors, Tensors], Transformation]
@@ -318,8 +319,10 @@ def _overlaps(
             if power is None or dim is None:
                 continue
             lead = [k for k in (None if per is None else x.dim(per), dim) if k is not None]
-            one, two = (z.tensor.movedim(lead, [*range(len(lead))]).double() for z in (x, y))
-            product = (one * two).unsqueeze(-1).flatten(len(lead)).sum(-1)
+            one, two = (z.tensor.movedim(lead, [*range(len(lead))]) for z in (x, y))
+            shape = one.shape[: len(lead)]
+            one, two = (z.reshape(shape.numel(), -1) for z in (one, two))
+            product = row_sums(one, two, torch.float64)[2].view(shape)
             side = 0 if power > 0 else 1
             before = totals[side]
             totals[side] = product if before is None else before + product
