@@ -180,7 +180,7 @@ def compare(
         ``ours``, ``dense``: the fewest seconds. ``as drawn``: share of the neurons whose partner
         is that of ``order``. ``same``: share of those whose partner is the dense solver's.
         ``below``: by how much the sum of scores is below the optimum, relatively. ``gap``: most
-        that it can be, as certified, where that is told.
+        that it can be, as certified.
     """
     found: Transformation = ()
     best: Figures = {}

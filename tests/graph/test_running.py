@@ -120,21 +120,25 @@ def test_options(options, twins, copies, two_accelerators, tmp_path):
 
 def test_no_result_of_several_accelerators_is_lost(copies, two_accelerators, monkeypatch, tmp_path):
     """mergekit's collector of results ends with the workers, however much it has left to take."""
-    tasks = []
+    running = []
 
     class Slow(queue.Queue):
+        """Lets the workers end before the first tensor that was saved is told."""
+
         def get(self, *args, **kwargs):
             taken = super().get(*args, **kwargs)
-            following = tasks[self.queue[0][0]] if self.queue else None
+            (executor,) = running
+            while not self.queue and not executor.done_event.is_set():
+                time.sleep(1e-3)
+            following = executor.universe.tasks[self.queue[0][0]] if self.queue else None
             if isinstance(following, SaveTensor) and not following.optional:
-                time.sleep(0.1)  # the workers end before the next result is taken
+                assert executor.done_event.wait(60)
             return taken
 
     def execute(method, kind):
         targets = planner(config(method, copies)).plan_to_disk(str(tmp_path / method))
-        executor = kind(targets)
-        tasks[:] = executor.universe.tasks
-        executor.execute()
+        running[:] = [kind(targets)]
+        running[0].execute()
 
     monkeypatch.setattr(multigpu_executor.queue, "Queue", Slow)
     stock = multigpu_executor.MultiGPUExecutor
