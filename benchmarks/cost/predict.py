@@ -9,18 +9,18 @@ off the stages of results.json; those of a GPU are published ones, and nothing w
 
 from dataclasses import dataclass, field, fields
 
+from report import table
+
+from mergekit_rotation.symmetry.experts import AFFORDABLE
+from mergekit_rotation.symmetry.experts import WIDTH as SKETCH
+from mergekit_rotation.symmetry.head_gram import columns
+from mergekit_rotation.symmetry.nearest import FIRST as FEW
+
 #: how two models are related: same lineage, the same in other coordinates, independent
 KINDS = ("near", "twin", "other")
 
-# -- what the solvers do, in the words of mergekit_rotation.symmetry ------------------------------
+# -- what the solvers do, beside what mergekit_rotation.symmetry has as constants ------------------
 
-#: columns that matching neurons and experts looks at first (nearest.FIRST, experts.WIDTH)
-FEW, SKETCH = 32, 128
-#: most multiplications for comparing all experts (experts.AFFORDABLE)
-AFFORDABLE = 2.0**38
-#: columns that bounds of heads look at, for each dimension of a cell, and the least of them
-#: (head_gram.PER_DIMENSION, head_gram.LEAST)
-PER_DIMENSION, LEAST = 3, 64
 #: how often the best element of every pair of key/value heads is found for independent models,
 #: where the order of query heads is to be found as well
 ALTERNATIONS = 4
@@ -89,16 +89,11 @@ class Machine:
     calls: float
     memory: float  # bytes that hold what one step works on
 
-    def seconds(self, work: Work, files: bool = True) -> float:
-        """Return how long a step takes, with or without reading and writing files."""
-        total = work.products * self.products + work.passes * self.passes
-        total += work.scores * self.scores + work.assigned * self.assigned
-        total += (
-            work.merged * self.merged
-            + work.calls * self.calls
-            + sum(number * self.svd * size**3 for size, number in work.svd.items())
-        )
-        return total + (work.read * self.read + work.written * self.written if files else 0.0)
+    def seconds(self, work: Work) -> float:
+        """Return how long a step takes."""
+        kinds = (f.name for f in fields(Work) if f.name != "svd")
+        total = sum(getattr(work, kind) * getattr(self, kind) for kind in kinds)
+        return total + sum(number * self.svd * size**3 for size, number in work.svd.items())
 
 
 #: One core of an Intel Xeon with AMX (results.json: 1 thread). Rates are those of stages: products
@@ -193,31 +188,26 @@ class Layer:
 
     def work(self, kind: str) -> dict[str, Work]:
         """Return what aligning the layer takes, by step."""
-        heads, neurons = Work(calls=1.0), Work()
+        heads = Work(calls=1.0)
         for position, (h, size, length) in enumerate(self.legs):
             cell = 2 if self.rotary and position < 2 else size
-            some = max(LEAST, PER_DIMENSION * cell)
-            every = kind == "other" or 2 * some > length
-            s = length if every else some
+            s = length if kind == "other" else columns(length, cell)
             bound = float(h * h * cell**2 * s)
             # Gram matrices of columns give Frobenius norms; blocks of pairs are looked at as well.
             norms = float(2 * h * cell * s**2 + h * h * s**2)
-            if every or bound < norms:
-                heads.scores += float(h * h * size * cell)
-            heads.products += 2 * size // cell * (bound if every else min(bound, norms))
+            by_norms = s < length and norms <= bound
+            heads.products += 2 * size // cell * (norms if by_norms else bound)
+            heads.scores += 0.0 if by_norms else float(h * h * size * cell)
             tried = self.kv * self.alternations if kind == "other" else 1
             heads.products += 2.0 * h * size**2 * length * tried
         count = self.decompositions(kind)
         heads.svd = {size: count * self.free.count(size) for size in self.free}
         n = self.neurons
-        bounds = Work(products=2.0 * n * n * FEW, scores=float(LOOKS[kind] * n * n))
-        every = Work(products=2.0 * n * n * self.length, assigned=float(n * n))
+        done = [Work(products=2.0 * n * n * FEW, scores=float(LOOKS[kind] * n * n))]
+        if kind == "other":
+            done.append(Work(products=2.0 * n * n * self.length, assigned=float(n * n)))
         times = self.experts * (2 if self.experts > 1 and kind != "near" else 1)  # there and here
-        done = [bounds.times(times)] + ([every.times(times)] if kind == "other" else [])
-        for one in done:
-            neurons.products += one.products
-            neurons.scores += one.scores
-            neurons.assigned += one.assigned
+        neurons = _sum(done).times(times)
         if self.experts > 1:
             compared = self.experts**2 * n**2 * float(self.length + n)
             sketch = 4.0 * self.experts * n * self.length * SKETCH
@@ -262,9 +252,9 @@ class Model:
                 steps.setdefault(step, []).append(work.times(count))
         return {step: _sum(works) for step, works in steps.items()}
 
-    def seconds(self, kind: str, machine: Machine, files: bool = True) -> tuple[float, float]:
+    def seconds(self, kind: str, machine: Machine) -> tuple[float, float]:
         """Return the seconds of `linear`, and of `rotation_linear`."""
-        plain = machine.seconds(self.plain(), files)
+        plain = machine.seconds(self.plain())
         return plain, plain + sum(map(machine.seconds, self.aligned(kind).values()))
 
     def memory(self, kind: str) -> float:
@@ -321,10 +311,10 @@ LARGE = (
 )
 
 
-def table(machine: Machine) -> list[str]:
+def predictions(machine: Machine) -> list[str]:
     """Return the predictions for large models in Markdown."""
     head = ["model, GB", "related by", "`linear`", "heads", "neurons", "passes", "ratio", "block"]
-    rows = [head, ["---"] * len(head)]
+    rows = []
     for model in LARGE:
         for kind in KINDS:
             plain, aligned = model.seconds(kind, machine)
@@ -341,7 +331,7 @@ def table(machine: Machine) -> list[str]:
                     f"{block / 1e9:.1f} GB" + (" !" if block > machine.memory else ""),
                 ]
             )
-    return [f"| {' | '.join(row)} |" for row in rows]
+    return table(head, rows)
 
 
 def _time(seconds: float) -> str:
@@ -354,7 +344,7 @@ def _time(seconds: float) -> str:
 if __name__ == "__main__":
     for machine in (CPU, GPU):
         print(f"On {machine.name}:\n")
-        print("\n".join(table(machine)) + "\n")
+        print("\n".join(predictions(machine)) + "\n")
     for model in LARGE:
         stream = max(layer.stream_memory() for _, layer in model.layers)
         print(f"{model.name}: solving a map of the stream holds {stream / 1e9:.0f} GB")

@@ -60,7 +60,7 @@ def device_markdown(results: Figures) -> str:
         [name, *(f"{one[key]:.4g}" if key in one else "" for key in columns[1:])]
         for name, one in results["layers"].items()
     ]
-    lines += [*_table(columns, rows), "", "## Merges of two models", ""]
+    lines += [*table(columns, rows), "", "## Merges of two models", ""]
     rows = []
     for name, figures in results["merges"].items():
         for how, one in figures.items():
@@ -68,14 +68,14 @@ def device_markdown(results: Figures) -> str:
                 cells = (f"{one[k]:.2f}" for k in ("whole", "wall", "memory"))
                 rows.append([name, how, *cells, f"{one.get('device memory', 0):.0f}"])
     columns = ["models", "method", "whole process", "merge", "memory of the process", "device"]
-    lines += [*_table(columns, rows), "", "## Agreement with the CPU", ""]
+    lines += [*table(columns, rows), "", "## Agreement with the CPU", ""]
     rows = [
         [name, *(f"{figures['agreement'][k]:.3g}" for k in ("difference", "equal", "distance"))]
         for name, figures in results["merges"].items()
         if "agreement" in figures
     ]
     columns = ["models", "largest difference / rounding", "equal tensors", "change of distance"]
-    lines += _table(columns, rows)
+    lines += table(columns, rows)
     lines += ["", *(f"Left out: {name}: {why}." for name, why in results["left out"].items())]
     return "\n".join(lines).rstrip() + "\n"
 
@@ -119,11 +119,11 @@ def _merges(found: Figures, old: Figures | None) -> list[str]:
     ]
     return [
         *head,
-        *_table(columns, lines),
+        *table(columns, lines),
         "",
         "Where the time of `rotation_linear` goes, in seconds of one run:",
         "",
-        *_table(["models", *stages], profile),
+        *table(["models", *stages], profile),
     ]
 
 
@@ -139,7 +139,7 @@ def _growth(found: Figures, old: Figures | None) -> list[str]:
         cells = [name, f"{aligned['wall']:.2f}", f"{aligned['cpu']:.2f}", f"{ratio['wall']:.2f}"]
         lines.append([*cells, f"{aligned['memory']:.0f}", f"{ratio['memory']:.2f}"])
     columns = ["same lineage", "s", "CPU s", "to `linear`", "MiB", "to `linear`"]
-    return ["## Growth (SmolLM2's shapes)", "", *_table(columns, lines)]
+    return ["## Growth (SmolLM2's shapes)", "", *table(columns, lines)]
 
 
 def _matching(found: Figures, old: Figures | None) -> list[str]:
@@ -161,7 +161,7 @@ def _matching(found: Figures, old: Figures | None) -> list[str]:
     return [
         "## Matching one layer",
         "",
-        *_table([*columns, "ours before, s"] if old else columns, lines),
+        *table([*columns, "ours before, s"] if old else columns, lines),
         "",
         f"Distances that are left, ours and the paper's: {distances}.",
     ]
@@ -189,7 +189,7 @@ def _neurons(found: Figures, old: Figures | None) -> list[str]:
         "the reference: neurons with the same partner as there, and by how much the sum of scores",
         "is below the optimum, relatively. As drawn: partners that are those of the twin as made.",
         "",
-        *_table([*columns, "s before"] if old else columns, lines),
+        *table([*columns, "s before"] if old else columns, lines),
     ]
 
 
@@ -199,8 +199,8 @@ def _starts(found: Figures, old: Figures | None) -> list[str]:
         [name, f"{1000 * seconds:.2f}", f"{1000 * goals[name]:g}" if name in goals else ""]
         for name, seconds in found.items()
     ]
-    return ["## What the plugin adds", "", *_table(["to", "ms", "at most"], lines)]
+    return ["## What the plugin adds", "", *table(["to", "ms", "at most"], lines)]
 
 
-def _table(head: list[str], rows: list[list[str]]) -> list[str]:
+def table(head: list[str], rows: list[list[str]]) -> list[str]:
     return [f"| {' | '.join(row)} |" for row in (head, ["---"] * len(head), *rows)]

@@ -7,12 +7,11 @@ Now and then one of them misses what was dropped since, and a merge that was com
 """
 
 import threading
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
-from mergekit_rotation.graph.patching import differs
+from mergekit_rotation.graph.patching import differs, swapped
 
 
 class Done(threading.Event):
@@ -32,11 +31,11 @@ class Done(threading.Event):
         return super().is_set() and bool(self._results.empty())
 
 
-def gathering(executor: type) -> type:
+def gathering(executor: Any) -> type:
     """Return a class of executors like ``MultiGPUExecutor`` that loses no result."""
 
     def made(self: Any, *args: Any, **kwargs: Any) -> None:
-        executor.__init__(self, *args, **kwargs)  # type: ignore[misc]
+        executor.__init__(self, *args, **kwargs)
         if not isinstance(getattr(self, "done_event", None), threading.Event):
             raise differs("MultiGPUExecutor.done_event", "it is no event")
         if not hasattr(self, "task_completion_queue"):
@@ -46,13 +45,7 @@ def gathering(executor: type) -> type:
     return type(executor.__name__, (executor,), {"__init__": made})
 
 
-@contextmanager
-def gathered() -> Iterator[None]:
+def gathered() -> AbstractContextManager[None]:
     """Let merges that run in here lose no result of several accelerators."""
     merge: Any = import_module("mergekit.merge")
-    stock = merge.MultiGPUExecutor
-    merge.MultiGPUExecutor = gathering(stock)
-    try:
-        yield
-    finally:
-        merge.MultiGPUExecutor = stock
+    return swapped(merge, MultiGPUExecutor=gathering(merge.MultiGPUExecutor))

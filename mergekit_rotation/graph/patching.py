@@ -4,7 +4,8 @@ import functools
 import inspect
 import logging
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -97,3 +98,16 @@ def wrap(owner: Any, name: str, parameters: tuple[str, ...], wrapper: Callable[.
 
     replacement._mergekit_rotation = True  # type: ignore[attr-defined]
     setattr(owner, name, replacement)
+
+
+@contextmanager
+def swapped(owner: Any, **others: Any) -> Iterator[None]:
+    """Let attributes of something of mergekit's be others for a while."""
+    before = {name: getattr(owner, name) for name in others}
+    for name, other in others.items():
+        setattr(owner, name, other)
+    try:
+        yield
+    finally:
+        for name, stock in before.items():
+            setattr(owner, name, stock)

@@ -6,6 +6,8 @@ from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
+from mergekit_rotation.graph.patching import swapped
+
 
 class Reached(BaseException):
     """The merge would now begin to read weights; not an error, so nothing may handle it."""
@@ -17,26 +19,25 @@ class Reached(BaseException):
 @contextmanager
 def stopped() -> Iterator[list[Any]]:
     """Let mergekit stop where it would execute its plan; yields the planners that it makes."""
-    merge = import_module("mergekit.merge")
-    names = ("Executor", "MultiGPUExecutor", "MergePlanner")
-    before = {name: getattr(merge, name) for name in names}
+    merge: Any = import_module("mergekit.merge")
+    planner = merge.MergePlanner
     planners: list[Any] = []
 
     def stop(executor: Any, *_: Any, **__: Any) -> None:
         raise Reached(executor)
 
-    def keep(planner: Any, *args: Any, **kwargs: Any) -> None:
-        before["MergePlanner"].__init__(planner, *args, **kwargs)
-        planners.append(planner)
+    def keep(self: Any, *args: Any, **kwargs: Any) -> None:
+        planner.__init__(self, *args, **kwargs)
+        planners.append(self)
 
-    for name, kind in before.items():
-        change = {"__init__": keep} if name == "MergePlanner" else {"run": stop}
-        setattr(merge, name, type(name, (kind,), change))
-    try:
+    others = {
+        name: type(name, (getattr(merge, name),), {"run": stop})
+        for name in ("Executor", "MultiGPUExecutor")
+    }
+    with swapped(
+        merge, MergePlanner=type("MergePlanner", (planner,), {"__init__": keep}), **others
+    ):
         yield planners
-    finally:
-        for name, kind in before.items():
-            setattr(merge, name, kind)
 
 
 class _Warnings(logging.Handler):

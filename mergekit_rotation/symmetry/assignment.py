@@ -15,27 +15,7 @@ MANY, GAP = 1024, 1e-4
 
 
 def linear_assignment(score: torch.Tensor) -> torch.Tensor:
-    """Return the permutation p that maximises sum_i score[i, p(i)]; see `certified_assignment`.
-
-    Parameters
-    ----------
-    score : Tensor, shape (n, n)
-        Finite.
-
-    Returns
-    -------
-    Tensor of int64, shape (n,), on the device of ``score``.
-
-    Raises
-    ------
-    torch.linalg.LinAlgError
-        If the scores are such that there is none.
-    """
-    return certified_assignment(score)[0]
-
-
-def certified_assignment(score: torch.Tensor) -> tuple[torch.Tensor, float]:
-    """Return the permutation p that maximises sum_i score[i, p(i)], and how far it may be from it.
+    """Return the permutation p that maximises sum_i score[i, p(i)].
 
     Where the largest entry of every row lies in a column of its own, that choice attains the sum
     of the row maxima, an upper bound of every assignment, and is returned without solving
@@ -50,10 +30,7 @@ def certified_assignment(score: torch.Tensor) -> tuple[torch.Tensor, float]:
 
     Returns
     -------
-    index : Tensor of int64, shape (n,), on the device of ``score``.
-    gap : float
-        No permutation has a sum that is larger by more than this share of the largest; 0 where
-        ``index`` is optimal up to rounding errors.
+    Tensor of int64, shape (n,), on the device of ``score``.
 
     Raises
     ------
@@ -64,6 +41,15 @@ def certified_assignment(score: torch.Tensor) -> tuple[torch.Tensor, float]:
     ----------
     Crouse, "On implementing 2D rectangular assignment algorithms", IEEE TAES 52, 2016,
     doi:10.1109/TAES.2016.140952 (the algorithm of `scipy.optimize.linear_sum_assignment`).
+    """
+    return certified_assignment(score)[0]
+
+
+def certified_assignment(score: torch.Tensor) -> tuple[torch.Tensor, float]:
+    """Return what `linear_assignment` does, and the certified gap.
+
+    No permutation has a sum that is larger by more than this share of the largest; it is 0 where
+    the permutation is optimal up to rounding errors.
     """
     n = score.shape[0]
     best = score.argmax(dim=1)

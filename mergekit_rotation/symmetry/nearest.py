@@ -80,7 +80,7 @@ def nearest_matching(vectors: Vectors) -> torch.Tensor | None:
         if share <= (MOST_WITH_UNITS if units else MOST_COLUMNS):
             search.look(scaled.bounds(max(2 * FIRST, int(share * vectors.length))))
     if len(search.open) > few and units:
-        bounds = scaled.bounds(vectors.length, torch.bfloat16)
+        bounds = scaled.bounds(None)
         trial = copy(search)
         trial.open = sample = search.open[::SAMPLE]
         trial.look(bounds)
@@ -140,15 +140,14 @@ class _Scaled:
         price = (self.price if columns is None else self.price[columns]).double()
         return self.vectors.gram(rows, columns).double().mul_(a * b).sub_(price)
 
-    def bounds(self, count: int, coarse: torch.dtype | None = None) -> Bounds:
+    def bounds(self, count: int | None) -> Bounds:
         """Return matrices whose products bound the values of all pairs.
 
         Parameters
         ----------
-        count : int
-            How many columns of the vectors are looked at, evenly spread.
-        coarse : torch.dtype, optional
-            In which the products are taken, of all columns, if not in the working precision.
+        count : int, optional
+            How many columns of the vectors are looked at, evenly spread; None: all, and their
+            products are taken in bfloat16.
 
         Returns
         -------
@@ -157,21 +156,21 @@ class _Scaled:
             value where it says signed.
         """
         work = self.vectors.work
-        error = self.vectors.error if coarse is None else COARSE
-        rest = self.square.clone()
+        dtype, error = (torch.bfloat16, COARSE) if count is None else (work, self.vectors.error)
+        rest = torch.zeros_like(self.square) if count is None else self.square.clone()
         some: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for part in self.vectors.parts:
             width = part.a.shape[1]
-            number = min(width, -(-count * width // self.vectors.length))
+            number = width
+            if count is not None:
+                number = min(width, -(-count * width // self.vectors.length))
             index = torch.arange(number, device=self.vectors.device) * width // number
             for side, x in enumerate((part.a, part.b)):
                 columns = x if number == width else x[:, index]
-                columns = (columns if x.dtype == coarse else columns.to(work)) * self.factors[side]
-                if coarse is None:
+                columns = (columns if x.dtype == dtype else columns.to(work)) * self.factors[side]
+                if count is not None:
                     rest[int(part.signed), side] -= columns.square().sum(1).double()
-                some.setdefault(part.signed, ([], []))[side].append(columns.to(coarse or work))
-        if coarse is not None:
-            rest.zero_()
+                some.setdefault(part.signed, ([], []))[side].append(columns.to(dtype))
         # Widened by rounding: the product of two norms grows by the error of the score.
         rest = (rest.clamp(min=0) + error * self.square).sqrt().to(work)
         last = (torch.ones_like(self.price), -(1 - self.vectors.error) * self.price)

@@ -110,7 +110,9 @@ def _assign(vectors: Vectors) -> tuple[torch.Tensor, float]:
     """
     rows = torch.arange(vectors.count, device=vectors.device)
     noise = vectors.noise(rows, rows)
-    index, gap = nearest_matching(vectors) if vectors.count >= MANY else None, 0.0
+    index, gap = None, 0.0
+    if vectors.count >= MANY:
+        index = nearest_matching(vectors)
     if index is None:
         score = vectors.gram()
         score.diagonal().add_(noise.to(score.dtype))  # ties go to the identity

@@ -154,8 +154,8 @@ def test_large_models_have_their_published_sizes(cost):
 
 
 def test_the_document_has_the_predictions_as_they_are(cost):
-    from predict import CPU, GPU, table
+    from predict import CPU, GPU, predictions
 
     text = (ROOT.parent / "docs" / "scale.md").read_text()
     for machine in (CPU, GPU):
-        assert "\n".join(table(machine)) in text, "run benchmarks/cost/predict.py"
+        assert "\n".join(predictions(machine)) in text, "run benchmarks/cost/predict.py"
