@@ -179,6 +179,8 @@ class _Solver:
         self.tie: torch.Tensor = 8 * torch.finfo(work).eps * depth * scale
         self.tie += 64 * double.eps * scale.max() + double.tiny  # those of the assignment itself
         self.bounds: HeadBounds | None = None
+        #: whether these bounds settled the order of query heads of no pair that was compared last
+        self.unsettled = False
 
     def solve(self) -> Transformation:
         straight = torch.arange(self.kv, device=self.device)
@@ -216,6 +218,7 @@ class _Solver:
         found = [axis.bounds(every_column=every_column) for axis in self.axes.values()]
         shared, query = zip(*((one.shared, one.query) for one in found), strict=True)
         self.bounds = HeadBounds(torch.stack(shared).sum(0), torch.stack(query).sum(0))
+        self.unsettled = False
         total = self.bounds.shared + self.bounds.query.amax(-1).sum(-1)
         # The scores below carry the bonus of the diagonal, and rounding errors: bound them too.
         return total + 2 * self.tie.max()
@@ -259,11 +262,12 @@ class _Solver:
 
     def _match(self, a: torch.Tensor, b: torch.Tensor) -> _Match:
         """Best match of the pairs (a, b), each of shape (k,)."""
+        if self.unsettled:
+            return self._search(a, b)
         found = self._value(a, b, self._likely(a, b))
         (open_,) = torch.nonzero(~self._settled(a, b, found), as_tuple=True)
-        for places in open_.split(self.kv) if len(open_) else ():
-            found = found.put(places, self._search(a[places], b[places]))
-        return found
+        self.unsettled = len(open_) == len(a)
+        return found.put(open_, self._search(a[open_], b[open_])) if len(open_) else found
 
     def _value(
         self,

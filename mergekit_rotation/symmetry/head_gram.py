@@ -23,7 +23,7 @@ from mergekit_rotation.symmetry.axes import Piece
 from mergekit_rotation.symmetry.chance import chance_share
 from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.groups import Group, inner
-from mergekit_rotation.symmetry.precision import all_finite
+from mergekit_rotation.symmetry.precision import all_finite, matrix_units
 from mergekit_rotation.symmetry.vectors import row_sums
 
 #: columns that bounds look at, for every dimension of a cell, and the least
@@ -150,14 +150,21 @@ class HeadAxis:
         shared, query = self._zeros(len(a)), None
         for x, y in self.legs:
             m, d = x.shape[1:3]
-            left, right = _take(x, a).to(self.work), _take(y, b).to(self.work)
-            gram = left.flatten(1, 2) @ right.flatten(1, 2).mT
+            gram = torch.stack(
+                [self._products(x[i], y[j]) for i, j in zip(a.tolist(), b.tolist(), strict=True)]
+            )
             if m == 1:
                 shared += gram
             else:
                 blocks = gram.view(-1, m, d, m, d).transpose(2, 3)
                 query = blocks if query is None else query + blocks
         return PairGram(shared, query)
+
+    def _products(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        """Inner products of all rows of two key/value heads of a leg, (m d, m d)."""
+        left, right = (side.flatten(0, 1).to(self.work) for side in (x, y))
+        with matrix_units(x, y):
+            return left @ right.mT
 
     def project(self, a: torch.Tensor, b: torch.Tensor, gram: torch.Tensor) -> torch.Tensor:
         """Best element for the matrices ``gram`` (k, d, d) of the pairs (a, b).

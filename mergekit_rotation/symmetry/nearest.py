@@ -17,14 +17,12 @@ the same column are assigned by themselves; the prices of what they contend for 
 wants anything else.
 """
 
-from copy import copy
 from dataclasses import dataclass
 from math import isqrt
 
 import torch
 from scipy.optimize import linear_sum_assignment
 
-from mergekit_rotation.symmetry.precision import has_matrix_units
 from mergekit_rotation.symmetry.vectors import Vectors
 
 Bounds = list[tuple[bool, torch.Tensor, torch.Tensor]]
@@ -32,21 +30,14 @@ Bounds = list[tuple[bool, torch.Tensor, torch.Tensor]]
 #: columns that are looked at first
 FIRST = 32
 
-#: share of the columns beyond which the full product is cheaper, and with matrix units
-MOST_COLUMNS, MOST_WITH_UNITS = 0.25, 0.04
+#: share of the columns beyond which the full product is cheaper
+MOST_COLUMNS = 0.2
 
 #: share of the rows that may need all of their products
 MOST_ROWS = 0.0625
 
 #: entries of a tile of the matrix of bounds: few enough for a cache; and for an accelerator
 ENTRIES, MANY_ENTRIES = 2**18, 2**26
-
-#: of how many rows one is tried before all are looked at in bfloat16: unrelated vectors give up
-SAMPLE = 32
-
-#: largest error of a product in bfloat16, relative to the norms: each side is rounded by 2^-9 at
-#: most, and so is the result, which is summed in float32
-COARSE = 2.0**-7
 
 #: most rounds in which prices go up
 ROUNDS = 100
@@ -74,19 +65,10 @@ def nearest_matching(vectors: Vectors) -> torch.Tensor | None:
     search = _Search(scaled)
     few = MOST_ROWS * vectors.count
     search.look(scaled.bounds(FIRST))
-    units = has_matrix_units(vectors.device)
     if len(search.open) > few:
         share = 1.5 * float(search.needed().quantile(0.9))
-        if share <= (MOST_WITH_UNITS if units else MOST_COLUMNS):
+        if share <= MOST_COLUMNS:
             search.look(scaled.bounds(max(2 * FIRST, int(share * vectors.length))))
-    if len(search.open) > few and units:
-        bounds = scaled.bounds(None)
-        trial = copy(search)
-        trial.open = sample = search.open[::SAMPLE]
-        trial.look(bounds)
-        if len(trial.open) > len(sample) / 2:
-            return None
-        search.look(bounds)
     return None if len(search.open) > few else _settle(scaled, search)
 
 
@@ -140,14 +122,13 @@ class _Scaled:
         price = (self.price if columns is None else self.price[columns]).double()
         return self.vectors.gram(rows, columns).double().mul_(a * b).sub_(price)
 
-    def bounds(self, count: int | None) -> Bounds:
+    def bounds(self, count: int) -> Bounds:
         """Return matrices whose products bound the values of all pairs.
 
         Parameters
         ----------
-        count : int, optional
-            How many columns of the vectors are looked at, evenly spread; None: all, and their
-            products are taken in bfloat16.
+        count : int
+            How many columns of the vectors are looked at, evenly spread.
 
         Returns
         -------
@@ -155,25 +136,20 @@ class _Scaled:
             Matrices of shape (n, k). The bound is the sum of left @ right.T, of the absolute
             value where it says signed.
         """
-        work = self.vectors.work
-        dtype, error = (torch.bfloat16, COARSE) if count is None else (work, self.vectors.error)
-        rest = torch.zeros_like(self.square) if count is None else self.square.clone()
+        work, error = self.vectors.work, self.vectors.error
+        rest = self.square.clone()
         some: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
         for part in self.vectors.parts:
             width = part.a.shape[1]
-            number = width
-            if count is not None:
-                number = min(width, -(-count * width // self.vectors.length))
+            number = min(width, -(-count * width // self.vectors.length))
             index = torch.arange(number, device=self.vectors.device) * width // number
             for side, x in enumerate((part.a, part.b)):
-                columns = x if number == width else x[:, index]
-                columns = (columns if x.dtype == dtype else columns.to(work)) * self.factors[side]
-                if count is not None:
-                    rest[int(part.signed), side] -= columns.square().sum(1).double()
-                some.setdefault(part.signed, ([], []))[side].append(columns.to(dtype))
+                columns = (x if number == width else x[:, index]).to(work) * self.factors[side]
+                rest[int(part.signed), side] -= columns.square().sum(1).double()
+                some.setdefault(part.signed, ([], []))[side].append(columns)
         # Widened by rounding: the product of two norms grows by the error of the score.
         rest = (rest.clamp(min=0) + error * self.square).sqrt().to(work)
-        last = (torch.ones_like(self.price), -(1 - self.vectors.error) * self.price)
+        last = (torch.ones_like(self.price), -(1 - error) * self.price)
         left, right = (torch.cat([rest[:, k].mT, last[k][:, None]], 1) for k in range(2))
         result = [(False, left, right)]
         return result + [(k, torch.cat(a, 1), torch.cat(b, 1)) for k, (a, b) in some.items()]
@@ -256,11 +232,10 @@ def _product(bounds: Bounds, rows: torch.Tensor, columns: slice) -> torch.Tensor
     (_, left, right), *others = bounds
     result = left[rows] @ right[columns].mT
     for signed, x, y in others:
-        if not signed and x.dtype == result.dtype:
-            result.addmm_(x[rows], y[columns].mT)
+        if signed:
+            result += (x[rows] @ y[columns].mT).abs_()
         else:
-            product = x[rows] @ y[columns].mT
-            result += product.abs_() if signed else product
+            result.addmm_(x[rows], y[columns].mT)
     return result
 
 

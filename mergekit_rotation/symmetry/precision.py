@@ -1,10 +1,12 @@
 """In which precision symmetries are solved and applied."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from math import isfinite
 
 import torch
+
+CPU = torch.device("cpu")
 
 
 def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
@@ -73,16 +75,42 @@ def full_precision() -> Iterator[None]:
 
     And sum those of bfloat16 in float32 on a GPU, too.
     """
-    before = torch.get_float32_matmul_precision()
     settings = torch.backends.cuda.matmul
     reduced = settings.allow_bf16_reduced_precision_reduction
-    torch.set_float32_matmul_precision("highest")
     settings.allow_bf16_reduced_precision_reduction = False
+    try:
+        with _products("highest"):
+            yield
+    finally:
+        settings.allow_bf16_reduced_precision_reduction = reduced
+
+
+@contextmanager
+def _products(precision: str) -> Iterator[None]:
+    """Set PyTorch's precision of float32 products, which is one for all threads."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
         torch.set_float32_matmul_precision(before)
-        settings.allow_bf16_reduced_precision_reduction = reduced
+
+
+@contextmanager
+def matrix_units(*tensors: torch.Tensor) -> Iterator[None]:
+    """Let the matrix units of a CPU take float32 products, if they lose nothing.
+
+    They multiply numbers of bfloat16 exactly and sum in float32, as is done without them. Only
+    products of such numbers may be taken inside, by any thread.
+
+    Parameters
+    ----------
+    *tensors : Tensor
+        What is multiplied, as it is stored.
+    """
+    exact = all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors)
+    with _products("medium") if exact and has_matrix_units(CPU) else nullcontext():
+        yield
 
 
 def has_matrix_units(device: torch.device) -> bool:

@@ -25,7 +25,7 @@ ROUNDS, RAISES = 6, 1000
 LARGEST = 2.0**50
 
 #: entries of the scores at a time
-BLOCK = 2**22
+BLOCK = 2**20
 
 
 @dataclass(frozen=True)

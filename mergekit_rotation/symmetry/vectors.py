@@ -7,11 +7,14 @@ from functools import cached_property
 import torch
 
 from mergekit_rotation.symmetry.errors import SymmetryError
-from mergekit_rotation.symmetry.precision import all_finite
+from mergekit_rotation.symmetry.precision import all_finite, matrix_units
 
 #: numbers that are cast to the working precision at a time: few enough to stay in a cache; and
 #: for an accelerator
 BLOCK, LARGE_BLOCK = 2**16, 2**26
+
+#: rows and columns of the scores at a time: the numbers of so many vectors are cast
+TILE = 2048
 
 
 @dataclass(frozen=True)
@@ -135,19 +138,24 @@ class Vectors:
         self, rows: torch.Tensor | None = None, columns: torch.Tensor | None = None
     ) -> torch.Tensor:
         """Scores of some of the reference (all if None) with some of the other, in `work`."""
-        result: torch.Tensor | None = None
-        for part in sorted(self.parts, key=lambda part: not part.signed):
-            x = (part.a if rows is None else part.a[rows]).to(self.work)
-            y = (part.b if columns is None else part.b[columns]).to(self.work)
-            if result is None:
-                result, signed = x @ y.mT, part.signed
-                continue
-            if signed and not part.signed:
-                result.abs_()
-            signed = part.signed
-            result.addmm_(x, y.mT)
-        assert result is not None
-        return result.abs_() if signed else result
+        n, m = (self.count if some is None else len(some) for some in (rows, columns))
+        result = torch.zeros(n, m, dtype=self.work, device=self.device)
+        parts = sorted(self.parts, key=lambda part: not part.signed)
+        for down in range(0, m, TILE):
+            for across in range(0, n, TILE):
+                here, there = slice(across, across + TILE), slice(down, down + TILE)
+                tile, signed = result[here, there], False
+                for part in parts:
+                    if signed and not part.signed:
+                        tile.abs_()
+                    signed = part.signed
+                    x = part.a[here] if rows is None else part.a[rows[here]]
+                    y = part.b[there] if columns is None else part.b[columns[there]]
+                    with matrix_units(x, y):
+                        tile.addmm_(x.to(self.work), y.to(self.work).mT)
+                if signed:
+                    tile.abs_()
+        return result
 
 
 def row_sums(

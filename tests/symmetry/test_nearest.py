@@ -19,13 +19,6 @@ from mergekit_rotation.symmetry import (
 from mergekit_rotation.symmetry.nearest import nearest_matching
 from mergekit_rotation.symmetry.vectors import Part, Vectors, pair_products, row_sums
 
-units = pytest.mark.parametrize("fast", [False, True], ids=["without units", "with units"])
-
-
-@pytest.fixture
-def machine(fast, monkeypatch):
-    monkeypatch.setattr(nearest, "has_matrix_units", lambda device: fast)
-
 
 def draw(n, m, seed, spread=0.5, dtype=DOUBLE):
     """Vectors of unequal norms with unequal columns, by part."""
@@ -69,8 +62,6 @@ def gap(a, b, index):
     return (optimum - float(score[torch.arange(len(index)), index].sum())) / optimum
 
 
-@units
-@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, DOUBLE])
 @LAW
 @given(n=st.integers(1, 40), m=st.integers(1, 60), seed=SEEDS, noise=st.sampled_from([0, 0.1, 1]))
@@ -83,8 +74,6 @@ def test_what_is_returned_is_optimal(dtype, n, m, seed, noise):
         assert gap(a, b, index) <= 8 * sides.error
 
 
-@units
-@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("noise", [0.0, 0.02, 0.3])
 def test_related_vectors_are_matched_without_all_products(noise, monkeypatch):
     every = Vectors.gram
@@ -101,14 +90,10 @@ def test_related_vectors_are_matched_without_all_products(noise, monkeypatch):
     assert torch.equal(nearest_matching(vectors(a, noisy(a, noise, 5))), torch.arange(300))
 
 
-@units
-@pytest.mark.usefixtures("machine")
 def test_independent_vectors_are_left_to_the_full_product():
     assert nearest_matching(vectors(draw(300, 60, 0), draw(300, 60, 7))) is None
 
 
-@units
-@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("strange", [1, 3, 8])
 @pytest.mark.parametrize("seed", range(3))
 def test_vectors_without_partner_are_assigned_among_themselves(strange, seed):
@@ -144,8 +129,6 @@ DEGENERATE = {
 }
 
 
-@units
-@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("change", DEGENERATE)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, DOUBLE])
 def test_copies_stay(change, dtype):
@@ -154,8 +137,6 @@ def test_copies_stay(change, dtype):
     assert index is not None and torch.equal(index, torch.arange(64))
 
 
-@units
-@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("change", ["some dead", "equal pairs", "one huge"])
 def test_scrambled_copies_with_ties_reach_the_optimum(change, monkeypatch):
     monkeypatch.setattr(nearest, "MOST_ROWS", 1.0)
@@ -166,16 +147,12 @@ def test_scrambled_copies_with_ties_reach_the_optimum(change, monkeypatch):
     assert index is not None and gap(a, b, index) <= 8 * sides.error
 
 
-@units
-@pytest.mark.usefixtures("machine")
 def test_a_common_factor_changes_nothing():
     a = draw(80, 100, 0)
     b, back = scrambled(noisy(a, 0.1, 5), 6)
     assert torch.equal(nearest_matching(vectors(a, b * 1e-3)), back)
 
 
-@units
-@pytest.mark.usefixtures("machine")
 def test_differences_in_a_column_that_is_looked_at_last_are_found(monkeypatch):
     """Vectors that are told apart by one column among many."""
     monkeypatch.setattr(nearest, "FIRST", 3)
@@ -202,8 +179,6 @@ def test_numbers_that_cannot_be_squared_are_refused(bad):
         nearest_matching(vectors(a, a))
 
 
-@units
-@pytest.mark.usefixtures("machine")
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.5, 2.0])
 def test_neurons_are_solved_as_with_all_products(noise, monkeypatch):
     patterns = {"gate": "f e", "up": "~f e", "down": "e ~f"}
@@ -243,6 +218,22 @@ def test_the_order_of_unrelated_neurons_has_a_certified_gap(monkeypatch):
 
 
 # -- products of pairs ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("chosen", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, DOUBLE])
+def test_scores_are_taken_in_tiles(dtype, chosen, monkeypatch):
+    monkeypatch.setattr("mergekit_rotation.symmetry.vectors.TILE", 8)
+    a, b = draw(30, 17, 0, dtype=dtype), draw(30, 17, 7, dtype=dtype)
+    sides = vectors(a, b)
+    rows, columns = (torch.randperm(30, generator=rng(k))[: 10 + k] for k in range(2))
+    found, expected = sides.gram(), scores(a, b)
+    if chosen:
+        found, expected = sides.gram(rows, columns), expected[rows][:, columns]
+    most = (a.double().abs() @ b.double().abs().mT).sum(0)
+    most = most[rows][:, columns] if chosen else most
+    assert found.shape == expected.shape and found.dtype == sides.work
+    assert ((found.double() - expected).abs() <= 51 * torch.finfo(sides.work).eps * most).all()
 
 
 @pytest.mark.parametrize("transposed", [False, True])

@@ -1,10 +1,19 @@
 """Which precision is computed in, and that settings are put back."""
 
+from itertools import product
+
 import pytest
 import torch
 
-from mergekit_rotation.symmetry import all_finite, full_precision, product_dtype, working_dtype
-from mergekit_rotation.symmetry.precision import squares_fit
+from laws import rng
+from mergekit_rotation.symmetry import (
+    all_finite,
+    full_precision,
+    precision,
+    product_dtype,
+    working_dtype,
+)
+from mergekit_rotation.symmetry.precision import matrix_units, squares_fit
 
 LOW = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -43,6 +52,38 @@ def test_full_precision_is_put_back():
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+@pytest.mark.parametrize("dtypes", [*product([*LOW, torch.float64], repeat=2)], ids=str)
+def test_no_product_loses_numbers(dtypes, transposed):
+    """Matrix units multiply what is stored in bfloat16, and no other numbers, in bfloat16."""
+    x, y = (torch.randn(60, 300, generator=rng(k)).to(dtype) for k, dtype in enumerate(dtypes))
+    if transposed:
+        x, y = x.mT.contiguous().mT, y.mT.contiguous().mT
+    before = torch.get_float32_matmul_precision()
+    work = working_dtype(*dtypes)
+    total = torch.ones(60, 100, dtype=work)[:, 20:80]  # a part of another matrix
+    with matrix_units(x, y):
+        total.addmm_(x.to(work), y.to(work).mT)
+    assert torch.get_float32_matmul_precision() == before
+    expected = 1 + x.double() @ y.double().mT
+    most = 1 + x.double().abs() @ y.double().abs().mT
+    assert ((total.double() - expected).abs() <= 300 * torch.finfo(work).eps * most).all()
+
+
+@pytest.mark.parametrize("units", [False, True])
+@pytest.mark.parametrize("dtype", LOW)
+def test_matrix_units_take_numbers_in_bfloat16_only(dtype, units, monkeypatch):
+    asked = []
+    monkeypatch.setattr(precision, "has_matrix_units", lambda device: units)
+    monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
+    x = torch.ones(3, 2, dtype=dtype)
+    with matrix_units(x, x):
+        assert ("medium" in asked) == (units and dtype == torch.bfloat16)
+    asked.clear()
+    with matrix_units(x, torch.ones(3, 2)):
+        assert "medium" not in asked
 
 
 @pytest.mark.parametrize("dtype", [*LOW, torch.float64])
