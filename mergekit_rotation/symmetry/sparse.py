@@ -97,20 +97,34 @@ def _largest(score: torch.Tensor) -> torch.Tensor:
     """Return the places (row * n + column) of the first candidates, in order."""
     n = len(score)
     line = torch.arange(n, device=score.device)
-    step, k = max(1, BLOCK // n), min(FIRST, n)
+    k = min(FIRST, n)
     tiny = torch.finfo(score.dtype).tiny
-    blocks = [line[start : start + step] for start in range(0, n, step)]
-    wide = torch.cat([score[rows].abs().amax(1) for rows in blocks]).clamp(min=tiny)
-    high = torch.stack([score[rows].abs().amax(0) for rows in blocks]).amax(0).clamp(min=tiny)
-    places = [line * n + line]
-    for part in blocks:
-        start, stop = int(part[0]), int(part[-1]) + 1
-        best = (score[start:stop] / high).topk(k, 1, sorted=False).indices
-        places.append((part[:, None] * n + best).flatten())
-        best = (score[:, start:stop] / wide[:, None]).mT.contiguous().topk(k, 1).indices
-        places.append((best * n + part[:, None]).flatten())
-    result: torch.Tensor = torch.unique(torch.cat(places))
+    blocks, memory = _blocks(score)
+    wide = torch.cat([_largest_size(score[some], 1) for some in blocks]).clamp(min=tiny)
+    high = torch.stack([_largest_size(score[some], 0) for some in blocks]).amax(0).clamp(min=tiny)
+    places = line.new_empty(n, 2 * k + 1)
+    places[:, 0] = line * n + line
+    for some in blocks:
+        block = torch.div(score[some], high, out=memory[0, : some.stop - some.start])
+        places[some, 1 : k + 1] = line[some, None] * n + block.topk(k, 1).indices
+        down = torch.div(score[:, some], wide[:, None], out=block.view(n, -1))
+        block = memory[1, : some.stop - some.start].copy_(down.mT)
+        places[some, k + 1 :] = block.topk(k, 1).indices * n + line[some, None]
+    result: torch.Tensor = torch.unique(places)
     return result
+
+
+def _blocks(score: torch.Tensor) -> tuple[list[slice], torch.Tensor]:
+    """Cut rows into blocks, and return memory for the scores of two, which all share."""
+    n = len(score)
+    step = min(n, max(1, BLOCK // n))
+    blocks = [slice(start, min(start + step, n)) for start in range(0, n, step)]
+    return blocks, score.new_empty(2, step, n)
+
+
+def _largest_size(x: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return the largest absolute value along a dimension, without a copy."""
+    return torch.maximum(x.amax(dim), -x.amin(dim))
 
 
 def _solve(
@@ -161,10 +175,13 @@ def _wanted(score: torch.Tensor, price: torch.Tensor) -> tuple[torch.Tensor, flo
     n = len(score)
     line = torch.arange(n, device=score.device)
     price = price.to(score.dtype)  # prices may be any numbers
-    places, bound = [], float(price.double().sum())
-    for part in line.split(max(1, BLOCK // n)):
-        value = score[int(part[0]) : int(part[-1]) + 1] - price
-        best = value.topk(min(MORE, n), 1)
+    bound = float(price.double().sum())
+    k = min(MORE, n)
+    places = line.new_empty(n, k)
+    blocks, memory = _blocks(score)
+    for some in blocks:
+        block = torch.sub(score[some], price, out=memory[0, : some.stop - some.start])
+        best = block.topk(k, 1)
         bound += float(best.values[:, 0].double().sum())
-        places.append((part[:, None] * n + best.indices).flatten())
-    return torch.cat(places), bound
+        places[some] = line[some, None] * n + best.indices
+    return places.flatten(), bound

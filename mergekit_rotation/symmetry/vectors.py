@@ -14,7 +14,7 @@ from mergekit_rotation.symmetry.precision import all_finite, matrix_units
 BLOCK, LARGE_BLOCK = 2**16, 2**26
 
 #: rows and columns of the scores at a time: the numbers of so many vectors are cast
-TILE = 2048
+TILE = 1024
 
 
 @dataclass(frozen=True)
@@ -141,6 +141,9 @@ class Vectors:
         n, m = (self.count if some is None else len(some) for some in (rows, columns))
         result = torch.zeros(n, m, dtype=self.work, device=self.device)
         parts = sorted(self.parts, key=lambda part: not part.signed)
+        widest = max(part.a.shape[1] for part in parts)
+        # The same memory for all tiles: what is returned to the system and taken again is dear.
+        left, right = result.new_empty(2, min(TILE, max(n, m)) * widest)
         for down in range(0, m, TILE):
             for across in range(0, n, TILE):
                 here, there = slice(across, across + TILE), slice(down, down + TILE)
@@ -152,10 +155,18 @@ class Vectors:
                     x = part.a[here] if rows is None else part.a[rows[here]]
                     y = part.b[there] if columns is None else part.b[columns[there]]
                     with matrix_units(x, y):
-                        tile.addmm_(x.to(self.work), y.to(self.work).mT)
+                        tile.addmm_(_copy(x, left), _copy(y, right).mT)
                 if signed:
                     tile.abs_()
         return result
+
+
+def _copy(x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+    """Copy a matrix to some memory, in its dtype and the order in which x is stored."""
+    n, m = x.shape
+    some = memory[: n * m]
+    result = some.view(n, m) if x.stride(1) == 1 else some.view(m, n).mT
+    return result.copy_(x)
 
 
 def row_sums(
