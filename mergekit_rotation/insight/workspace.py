@@ -11,9 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from mergekit_rotation.graph.block import BlockSpec
-from mergekit_rotation.symmetry import Orthogonal, Pattern, working_dtype
-from mergekit_rotation.symmetry.nearest import ENTRIES, FIRST
+from mergekit_rotation.symmetry import Orthogonal, Pattern, assignment, nearest, working_dtype
+from mergekit_rotation.symmetry.head_gram import ENTRIES, WEIGHTS, columns
 from mergekit_rotation.symmetry.neurons import MANY
+from mergekit_rotation.symmetry.vectors import TILE
 
 _DOUBLE = 8
 
@@ -65,7 +66,6 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0
     sizes = dict(spec.sizes)
     work = working_dtype(*dtypes)
     width = work.itemsize
-    raised = any(dtype != work for dtype in dtypes)
     patterns = {name: Pattern.parse(text) for name, text in spec.patterns}
     legs = {name: prod(pattern.shape(sizes)) for name, pattern in patterns.items()}
     largest = max(legs.values())
@@ -87,13 +87,15 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0
         )
     if spec.query_key is None:
         neurons = sizes["f"]
-        scores = neurons**2 * width + (2 * largest * width if raised else 0)
-        most = max(scores, neurons**2 * (width + 2 * _DOUBLE))  # scipy's copy, and its negative
+        blocks = 2 * min(neurons, TILE) * (largest // neurons) * width
+        scores = neurons**2 * width + blocks
+        # scipy's copy of the scores, and its negative
+        most = scores if neurons >= assignment.MANY else neurons**2 * (width + 2 * _DOUBLE)
         every = 2.0 * neurons * entries
-        few = 2.0 * neurons**2 * FIRST
+        few = 2.0 * neurons**2 * nearest.FIRST
         looked = scores
         if neurons >= MANY:  # a few columns of each side, and their products block by block
-            looked = 4 * neurons * FIRST * width + 3 * ENTRIES * width
+            looked = 4 * neurons * nearest.FIRST * width + 3 * nearest.ENTRIES * width
         return Cost(
             max(looked - returned, moving),
             max(looked - returned, most - returned, moving),
@@ -102,25 +104,35 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0
             passes=passes,
             assignment=neurons,
         )
-    grams = bounds = rows = 0
-    products = factors = 0.0
+    memory = most = 0
+    products = unlike = factors = 0.0
     for axis, group in (("qk", spec.query_key), ("vo", spec.value_output)):
+        assert group is not None
+        d, cell = sizes[axis], max(index.shape[1] for index, _ in group.factors())
+        some = every = most_pairs = 0
         for pattern in patterns.values():
             for axes in (names for names in pattern.pieces if axis in names):
                 heads = sizes["kv"] * (sizes.get("g", 1) if "g" in axes else 1)
-                d = sizes[axis]
                 size = prod(sizes[name.removeprefix("~")] for name in axes)
-                rows = max(rows, size * width * (4 if raised else 2))
-                pairs = heads**2 if spec.use_heads and heads > 1 else heads
-                grams += pairs * d * d * width
-                copies = 2 if isinstance(group, Orthogonal) else 1
-                bounds = max(bounds, copies * pairs * d * d * _DOUBLE)
-                products += 2.0 * pairs * d * d * (size / (heads * d))
+                rest = size // (heads * d)
+                products += 2.0 * heads * d * d * rest
                 if isinstance(group, Orthogonal):
                     factors += 4.0 * heads * d**3
-    memory = grams + max(rows, bounds)
+                if spec.use_heads and heads > 1:
+                    pairs, looked = heads**2 * d * d, columns(rest, cell)
+                    products += 2.0 * pairs * looked
+                    unlike += 2.0 * pairs * rest
+                    most_pairs = max(most_pairs, pairs)
+                    some += 2 * heads * d * looked * width  # of both sides
+                    every += 2 * size * width
+        elements = 6 * sizes["kv"] * d * d * _DOUBLE
+        tile = 2 * min(ENTRIES, most_pairs) * width
+        cast = 2 * min(WEIGHTS, entries) * width
+        memory = max(memory, elements + max(2 * some + tile, cast))
+        most = max(most, elements + 2 * every + tile)
     memory = max(memory - returned, moving)
-    return Cost(memory, memory, products=products, passes=passes, factors=factors)
+    most = max(memory, most - returned)
+    return Cost(memory, most, products, unlike, passes, factors)
 
 
 def solver_cost(solver: Any) -> Cost:

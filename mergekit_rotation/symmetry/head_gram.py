@@ -24,7 +24,7 @@ from mergekit_rotation.symmetry.chance import chance_share
 from mergekit_rotation.symmetry.errors import SymmetryError
 from mergekit_rotation.symmetry.groups import Group, inner
 from mergekit_rotation.symmetry.precision import all_finite, matrix_units
-from mergekit_rotation.symmetry.vectors import row_sums
+from mergekit_rotation.symmetry.vectors import row_squares
 
 #: columns that bounds look at, for every dimension of a cell, and the least
 PER_DIMENSION, LEAST = 3, 64
@@ -287,9 +287,8 @@ def _rows(piece: Piece, axis: str) -> torch.Tensor:
 
 def _squares(leg: Leg, work: torch.dtype) -> torch.Tensor:
     """Squared Frobenius norms of all heads of both sides, (2, kv, g), float64."""
-    x, y = leg
-    first, second, _ = row_sums(x.flatten(0, 2), y.flatten(0, 2), work)
-    return torch.stack([first, second]).double().view(2, *x.shape[:3]).sum(3)
+    rows = torch.stack([row_squares(x.flatten(0, 2), work) for x in leg])
+    return rows.double().view(2, *leg[0].shape[:3]).sum(3)
 
 
 def _take(x: torch.Tensor, index: torch.Tensor) -> torch.Tensor:

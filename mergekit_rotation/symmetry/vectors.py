@@ -169,10 +169,23 @@ def _copy(x: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
     return result.copy_(x)
 
 
+def row_squares(x: torch.Tensor, work: torch.dtype) -> torch.Tensor:
+    """Squared norms of the rows of x, (n, m); each is read once, (n,)."""
+    n, m = x.shape
+    result = torch.zeros(n, dtype=work, device=x.device)
+    if x.is_contiguous():
+        for rows in _slices(n, m, x.device):
+            result[rows] = torch.linalg.vector_norm(x[rows].to(work), dim=1).square()
+        return result
+    for columns in _slices(m, n, x.device):
+        result += x.mT[columns].to(work).square().sum(0)
+    return result
+
+
 def row_sums(
     x: torch.Tensor, y: torch.Tensor, work: torch.dtype
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Squared norms of the rows of x and y, both (n, m), and inner products of equal rows."""
+    """`row_squares` of x and y, both (n, m), and inner products of equal rows."""
     n, m = x.shape
     first, second, inner = torch.zeros(3, n, dtype=work, device=x.device)
     if x.is_contiguous():

@@ -17,7 +17,7 @@ from mergekit_rotation.symmetry import (
     sparse,
 )
 from mergekit_rotation.symmetry.nearest import nearest_matching
-from mergekit_rotation.symmetry.vectors import Part, Vectors, pair_products, row_sums
+from mergekit_rotation.symmetry.vectors import Part, Vectors, pair_products, row_squares, row_sums
 
 
 def draw(n, m, seed, spread=0.5, dtype=DOUBLE):
@@ -246,8 +246,9 @@ def test_norms_and_products_of_rows_in_blocks(transposed, dtype, monkeypatch):
     bound = 17 * torch.finfo(torch.float32).eps
     left, right = x.double().norm(dim=1), y.double().norm(dim=1)
     first, second, inner = (z.double() for z in row_sums(x, y, torch.float32))
-    assert ((first.sqrt() - left).abs() <= bound * left).all()
-    assert ((second.sqrt() - right).abs() <= bound * right).all()
+    alone = [row_squares(z, torch.float32).double() for z in (x, y)]
+    for one, norm in zip([first, second, *alone], [left, right, left, right], strict=True):
+        assert ((one.sqrt() - norm).abs() <= bound * norm).all()
     exact = (x.double() * y.double()).sum(1)
     assert ((inner - exact).abs() <= bound * left * right).all()
     rows = torch.arange(len(x))[::2].repeat(3)
