@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 CPU = torch.device("cpu")
 #: what takes tensors of two devices: it copies one to the place of the other
-ACROSS = {torch.ops.aten.copy_.default, torch.ops.aten._copy_from.default}
+ACROSS = {torch.Tensor.copy_, torch.ops.aten.copy_.default, torch.ops.aten._copy_from.default}
 #: what takes indices from the CPU, too
 INDEXED = {
     torch.ops.aten.index.Tensor,
@@ -28,7 +28,8 @@ INDEXING = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 ASKING = INDEXING | {
     getattr(torch.Tensor, f"__{name}__") for name in ("bool", "float", "index", "int", "invert")
 }
-ASKING |= {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.contiguous, torch.nonzero}
+ASKING |= {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.contiguous, torch.Tensor.copy_}
+ASKING |= {torch.nonzero}
 #: what changes the shape of a tensor in place on its way
 WHOLE = {torch.Tensor.__matmul__, torch.Tensor.matmul, torch.matmul}
 

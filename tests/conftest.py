@@ -66,13 +66,15 @@ def at_a_pace(monkeypatch):
 def accelerators(monkeypatch):
     """Let torch and mergekit find two accelerators, in every worker of `MultiGPUExecutor`, too.
 
-    Files are read and written by way of the CPU, which safetensors otherwise does by itself.
+    Files are read and written by way of the CPU, which safetensors otherwise does by itself. The
+    CPU does without its matrix units, which sum in another order.
     """
     from mergekit import multigpu_executor
     from mergekit.io.loader import TensorLoader
     from mergekit.io.tensor_writer import TensorWriter
 
     from accelerator import on
+    from mergekit_rotation.symmetry import precision
 
     write, get = TensorWriter._write_shard_task, TensorLoader.get
 
@@ -86,7 +88,7 @@ def accelerators(monkeypatch):
     monkeypatch.setattr(TensorLoader, "get", staticmethod(get_to_cpu))
     monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_type", lambda: "cuda")
     monkeypatch.setattr(multigpu_executor, "get_torch_accelerator_count", lambda: 2)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
+    monkeypatch.setattr(precision, "has_matrix_units", lambda: False)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "Stream", lambda device=None: None)
     monkeypatch.setattr(torch.cuda, "stream", on)

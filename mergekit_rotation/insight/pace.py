@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import psutil
 import torch
-from scipy.optimize import linear_sum_assignment
 
 from mergekit_rotation.insight.workspace import Cost
-from mergekit_rotation.symmetry import svd
+from mergekit_rotation.symmetry import linear_assignment, svd
+from mergekit_rotation.symmetry.assignment import MANY
 
 _FILE = 1 << 24
 
@@ -28,8 +28,8 @@ class Pace:
         Bytes per second that elementwise steps read.
     factors : float
         Seconds of a singular value decomposition of size n, over n^3.
-    assignment : float
-        Seconds of an assignment of n neurons without likeness, over n^3.
+    assigned : float
+        Seconds of an assignment of n neurons without likeness, over n^2.
     written : float
         Bytes per second to a temporary file.
     startup : float
@@ -39,7 +39,7 @@ class Pace:
     products: float
     passes: float
     factors: float
-    assignment: float
+    assigned: float
     written: float
     startup: float
 
@@ -51,12 +51,12 @@ class Pace:
         a = torch.randn(512, 512, generator=generator)
         b = torch.randn(1 << 20, generator=generator)
         heads = torch.randn(8, 64, 64, generator=generator, dtype=torch.float64)
-        scores = torch.randn(256, 256, generator=generator).numpy()
+        scores = torch.randn(MANY, MANY, generator=generator)
         return cls(
             products=2 * 512**3 / _seconds(lambda: a @ a),
             passes=b.nbytes / _seconds(lambda: (b - 1).square().sum()),
             factors=_seconds(lambda: svd(heads)) / (8 * 64**3),
-            assignment=_seconds(lambda: linear_sum_assignment(scores, maximize=True)) / 256**3,
+            assigned=_seconds(lambda: linear_assignment(scores)) / MANY**2,
             written=_FILE / _seconds(_write),
             startup=startup,
         )
@@ -78,7 +78,7 @@ class Pace:
         least += (read + merged + sum(cost.passes for cost in costs)) / self.passes
         least += sum(cost.products for cost in costs) / self.products
         least += sum(cost.factors for cost in costs) * self.factors
-        full = sum(cost.assignment**3 for cost in costs) * self.assignment
+        full = sum(cost.assigned for cost in costs) * self.assigned
         full += sum(cost.unlike for cost in costs) / self.products
         return least, least + full
 

@@ -37,8 +37,8 @@ class Cost:
         Bytes that elementwise steps read.
     factors : float
         Sum of n^3 over the matrices that are factorised.
-    assignment : int
-        Number of neurons to assign, if that takes more than a look at every row.
+    assigned : float
+        Scores that are assigned, n^2 for n neurons, where no neuron resembles any other.
     """
 
     memory: int = 0
@@ -47,7 +47,7 @@ class Cost:
     unlike: float = 0.0
     passes: float = 0.0
     factors: float = 0.0
-    assignment: int = 0
+    assigned: float = 0.0
 
 
 def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0) -> Cost:
@@ -102,7 +102,7 @@ def block_cost(spec: BlockSpec, dtypes: Sequence[torch.dtype], returned: int = 0
             products=few if neurons >= MANY else every,
             unlike=every if neurons >= MANY else 0.0,
             passes=passes,
-            assignment=neurons,
+            assigned=float(neurons**2),
         )
     memory = most = 0
     products = unlike = factors = 0.0
@@ -144,8 +144,7 @@ def solver_cost(solver: Any) -> Cost:
     with_stream = solver.residual != "none"
     candidates = 2 if with_stream else 1
     memory = most = 0
-    products = unlike = passes = factors = 0.0
-    assignment = 0
+    products = unlike = passes = factors = assigned = 0.0
     size = solver.sizes.get("e", 0)
     for pair in solver.pairs:
         for names, spec in solver.sides.groups(pair):
@@ -162,11 +161,11 @@ def solver_cost(solver: Any) -> Cost:
             unlike += candidates * cost.unlike
             passes += candidates * (cost.passes or 6.0 * group)
             factors += candidates * cost.factors
-            assignment = max(assignment, cost.assignment)
+            assigned += candidates * cost.assigned
     if with_stream:
         memory, most = (max(x, 8 * size**2 * _DOUBLE) for x in (memory, most))
         factors += 20.0 * size**3 if solver.residual == "orthogonal" else 0.0
-    return Cost(memory, most, products, unlike, passes, factors, assignment)
+    return Cost(memory, most, products, unlike, passes, factors, assigned)
 
 
 class Allocations(TorchDispatchMode):

@@ -6,8 +6,6 @@ from math import isfinite
 
 import torch
 
-CPU = torch.device("cpu")
-
 
 def working_dtype(*dtypes: torch.dtype) -> torch.dtype:
     """Return the dtype to compute in: float64 if any input has it, else float32.
@@ -109,16 +107,14 @@ def matrix_units(*tensors: torch.Tensor) -> Iterator[None]:
         What is multiplied, as it is stored.
     """
     exact = all(x.dtype == torch.bfloat16 and x.device.type == "cpu" for x in tensors)
-    with _products("medium") if exact and has_matrix_units(CPU) else nullcontext():
+    with _products("medium") if exact and has_matrix_units() else nullcontext():
         yield
 
 
-def has_matrix_units(device: torch.device) -> bool:
-    """Tell whether products in bfloat16 are several times faster than in float32 here."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_capability(device) >= (8, 0)
+def has_matrix_units() -> bool:
+    """Tell whether the CPU has units that multiply matrices of bfloat16 (AMX)."""
     tiles = getattr(torch.cpu, "_is_amx_tile_supported", None)
-    return device.type == "cpu" and tiles is not None and bool(tiles())
+    return tiles is not None and bool(tiles())
 
 
 @contextmanager

@@ -362,6 +362,6 @@ def test_rates_are_measured_in_a_moment():
     pace = _MEASURED(Pace)
     assert time.perf_counter() - start < 10
     assert all(rate > 0 for rate in vars(pace).values())
-    least, most = pace.seconds([Cost(products=1e9, assignment=100)], 1e6, 1e6, 1e6)
+    least, most = pace.seconds([Cost(products=1e9, assigned=1e6)], 1e6, 1e6, 1e6)
     assert pace.startup < least < most
-    assert most - least == pytest.approx(pace.assignment * 1e6, rel=1e-6)
+    assert most - least == pytest.approx(pace.assigned * 1e6, rel=1e-6)

@@ -76,7 +76,7 @@ def test_no_product_loses_numbers(dtypes, transposed):
 @pytest.mark.parametrize("dtype", LOW)
 def test_matrix_units_take_numbers_in_bfloat16_only(dtype, units, monkeypatch):
     asked = []
-    monkeypatch.setattr(precision, "has_matrix_units", lambda device: units)
+    monkeypatch.setattr(precision, "has_matrix_units", lambda: units)
     monkeypatch.setattr(torch, "set_float32_matmul_precision", asked.append)
     x = torch.ones(3, 2, dtype=dtype)
     with matrix_units(x, x):
