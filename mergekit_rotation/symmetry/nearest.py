@@ -17,6 +17,7 @@ the same column are assigned by themselves; the prices of what they contend for 
 wants anything else.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import isqrt
 
@@ -25,7 +26,7 @@ from scipy.optimize import linear_sum_assignment
 
 from mergekit_rotation.symmetry.vectors import Vectors
 
-Bounds = list[tuple[bool, torch.Tensor, torch.Tensor]]
+Sides = tuple[torch.Tensor, torch.Tensor]
 
 #: columns that are looked at first
 FIRST = 32
@@ -122,37 +123,58 @@ class _Scaled:
         price = (self.price if columns is None else self.price[columns]).double()
         return self.vectors.gram(rows, columns).double().mul_(a * b).sub_(price)
 
-    def bounds(self, count: int) -> Bounds:
-        """Return matrices whose products bound the values of all pairs.
-
-        Parameters
-        ----------
-        count : int
-            How many columns of the vectors are looked at, evenly spread.
-
-        Returns
-        -------
-        list of (signed, left, right)
-            Matrices of shape (n, k). The bound is the sum of left @ right.T, of the absolute
-            value where it says signed.
-        """
+    def bounds(self, count: int) -> "_Bounds":
+        """Bound the values of all pairs by so many columns of the vectors, evenly spread."""
         work, error = self.vectors.work, self.vectors.error
         rest = self.square.clone()
-        some: dict[bool, tuple[list[torch.Tensor], list[torch.Tensor]]] = {}
+        # Kinds: plain, signed. Sides: left, right.
+        none = self.price.new_empty(len(self.price), 0)
+        some: list[tuple[list[torch.Tensor], list[torch.Tensor]]]
+        some = [([none], [none]), ([none], [none])]
         for part in self.vectors.parts:
-            width = part.a.shape[1]
+            kind, width = int(part.signed), part.a.shape[1]
             number = min(width, -(-count * width // self.vectors.length))
             index = torch.arange(number, device=self.vectors.device) * width // number
             for side, x in enumerate((part.a, part.b)):
                 columns = (x if number == width else x[:, index]).to(work) * self.factors[side]
-                rest[int(part.signed), side] -= columns.square().sum(1).double()
-                some.setdefault(part.signed, ([], []))[side].append(columns)
+                rest[kind, side] -= columns.square().sum(1).double()
+                some[kind][side].append(columns)
         # Widened by rounding: the product of two norms grows by the error of the score.
         rest = (rest.clamp(min=0) + error * self.square).sqrt().to(work)
         last = (torch.ones_like(self.price), -(1 - error) * self.price)
-        left, right = (torch.cat([rest[:, k].mT, last[k][:, None]], 1) for k in range(2))
-        result = [(False, left, right)]
-        return result + [(k, torch.cat(a, 1), torch.cat(b, 1)) for k, (a, b) in some.items()]
+        for side in range(2):
+            some[0][side].extend([rest[:, side].mT, last[side][:, None]])
+        plain, signed = ((torch.cat(a, 1), torch.cat(b, 1)) for a, b in some)
+        return _Bounds(plain, signed)
+
+
+@dataclass(frozen=True)
+class _Bounds:
+    """Upper bounds of the values of all pairs: products of short rows.
+
+    Attributes
+    ----------
+    plain, signed : (left, right), both of shape (n, k)
+        A bound is the product of two plain rows, and the absolute value of that of two signed ones.
+    """
+
+    plain: Sides
+    signed: Sides
+
+    def tiles(self, rows: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
+        """Yield the bounds of some rows, from a column on; all tiles share their memory."""
+        left, right = self.plain
+        signed, signed_right = self.signed
+        left, signed = left[rows], signed[rows]
+        entries = ENTRIES if left.device.type == "cpu" else MANY_ENTRIES
+        width = min(len(right), entries // len(rows))
+        memory = left.new_empty(len(rows) * width)
+        for start in range(0, len(right), width):
+            columns = slice(start, start + width)
+            there = right[columns]
+            tile = memory[: len(rows) * len(there)].view(len(rows), -1)
+            torch.mm(signed, signed_right[columns].mT, out=tile).abs_()
+            yield start, tile.addmm_(left, there.mT)
 
 
 class _Search:
@@ -174,7 +196,7 @@ class _Search:
         self.tie = scaled.tolerance(self.rows)
         self.choice, self.value, self.open = self.rows, self.stay, self.rows
 
-    def look(self, bounds: Bounds) -> None:
+    def look(self, bounds: _Bounds) -> None:
         """Decide what rows that are open can be decided by some bounds."""
         proposal = self.choice.clone()
         proposal[self.open] = self.open
@@ -182,7 +204,7 @@ class _Search:
         second = self.stay + self.tie
         entries = ENTRIES if self.open.device.type == "cpu" else MANY_ENTRIES
         for rows in self.open.split(isqrt(entries)):
-            second[rows] = self._best(bounds, rows, proposal, entries // len(rows))
+            second[rows] = self._best(bounds, rows, proposal)
         value = self.scaled.value(proposal)
         moves = value > self.stay + self.tie
         self.choice = torch.where(moves, proposal, self.rows)
@@ -190,20 +212,20 @@ class _Search:
         tie = self.scaled.tolerance(self.choice)
         self.open = self.open[(second > self.value + tie)[self.open]]
 
-    def _best(
-        self, bounds: Bounds, rows: torch.Tensor, proposal: torch.Tensor, width: int
-    ) -> torch.Tensor:
+    def _best(self, bounds: _Bounds, rows: torch.Tensor, proposal: torch.Tensor) -> torch.Tensor:
         """Propose the column of the largest bound to some rows, and return the next bound.
 
-        Only columns that exceed staying count; so many are looked at a time.
+        Only columns that exceed staying count.
         """
         place = torch.arange(len(rows), device=rows.device)
         first = (self.stay + self.tie)[rows]
         second = first.clone()
-        for start in range(0, len(self.rows), width):
-            bound = _product(bounds, rows, slice(start, start + width))
-            own = (rows >= start) & (rows < start + width)
-            bound[place[own], rows[own] - start] = -torch.inf
+        low, high = (int(row) for row in rows.aminmax())
+        for start, bound in bounds.tiles(rows):
+            end = start + bound.shape[1]
+            if start <= high and low < end:
+                own = (rows >= start) & (rows < end)
+                bound[place[own], rows[own] - start] = -torch.inf
             top = bound.amax(1).double()
             (some,) = torch.nonzero(top > second, as_tuple=True)
             if len(some) == 0:
@@ -225,18 +247,6 @@ class _Search:
         score = self.value + self.scaled.price[self.choice].double()
         result: torch.Tensor = 1 - (score / length)[self.open]
         return result
-
-
-def _product(bounds: Bounds, rows: torch.Tensor, columns: slice) -> torch.Tensor:
-    """Return the bounds of some rows and columns in the working precision."""
-    (_, left, right), *others = bounds
-    result = left[rows] @ right[columns].mT
-    for signed, x, y in others:
-        if signed:
-            result += (x[rows] @ y[columns].mT).abs_()
-        else:
-            result.addmm_(x[rows], y[columns].mT)
-    return result
 
 
 def _settle(scaled: _Scaled, search: _Search) -> torch.Tensor | None:
